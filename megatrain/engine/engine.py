@@ -1,0 +1,236 @@
+"""Engine: a model in training. State in, batches in, losses out; order, buffers and overlap come from the schedule.
+
+    engine = Engine(model, recipe, plan, weights)
+    for batch in data:
+        result = engine.step(batch)       # returns at once; `result.loss` waits for the number
+    engine.evaluate(held_out)
+    weights = engine.state_dict()
+    engine.close()
+
+`step` submits a part and returns: the first step after a flush is the prologue, later ones the body. `flush` runs the updates
+that are still pending. Evaluating and reading state flush first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.backend import Backend
+from megatrain.engine.clock import Clock, RealClock
+from megatrain.engine.cpu import DTYPES, CpuBackend, StepContext, UpdateCount
+from megatrain.engine.executor import Executor, PartRun
+from megatrain.engine.memory import Memory
+from megatrain.layers.inputs import make_inputs, n_valid
+from megatrain.model import BlockSpec, ModelSpec, ParamSpec
+from megatrain.optim.master import join, split
+from megatrain.plan import Plan
+from megatrain.recipe import Recipe
+from megatrain.schedule import Schedule, check, lower, lower_evaluation
+from megatrain.trace import Trace
+
+STEPS_IN_FLIGHT = 2
+"""`step` returns before its step has ended; this many may be unfinished before it waits."""
+
+
+class StepResult:
+    """A submitted step. Each figure waits until it is on the host, and no longer.
+
+    `loss`: sum over the step's valid tokens / their number. `norm`: of the gradient the optimizer consumes, before clipping.
+    `skipped`: None, or why the step changed nothing. Reading one raises `LaneError` if the run has failed.
+    """
+
+    def __init__(self, executor: Executor, run: PartRun, context: StepContext) -> None:
+        self._executor, self._run, self._context = executor, run, context
+
+    @property
+    def loss(self) -> float:
+        self._executor.wait(self._run, ["save[loss]"])
+        assert self._context.loss is not None
+        return self._context.loss
+
+    @property
+    def norm(self) -> float:
+        self._executor.wait(self._run, ["clip"])
+        assert self._context.norm is not None
+        return self._context.norm
+
+    @property
+    def skipped(self) -> str | None:
+        self._executor.wait(self._run, ["clip"])
+        return self._context.skipped
+
+
+class Moments(NamedTuple):
+    """Adam's first and second moment of one parameter, FP32, of its shape."""
+
+    m: Tensor
+    v: Tensor
+
+
+class Engine:
+    """`weights` maps every Hugging Face parameter name of the model to a tensor (any float type); they become FP32 masters.
+
+    Raises ValueError for a missing, surplus, misshapen or non-finite weight and for a plan that does not fit the model. `wrap`
+    puts a backend of the caller's around the real one (to delay, to poison, to fail: tests of the engine itself).
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        recipe: Recipe,
+        plan: Plan,
+        weights: Mapping[str, Tensor],
+        *,
+        clock: Clock | None = None,
+        wrap: Callable[[CpuBackend], Backend] = lambda backend: backend,
+    ) -> None:
+        self.schedule: Schedule = lower(model, recipe, plan)
+        self.evaluation: Schedule = lower_evaluation(model, recipe, plan)
+        check(self.schedule)
+        check(self.evaluation)
+        self.memory = Memory(self.schedule.storages)
+        self._load(weights)
+        counts, clock = UpdateCount(), clock or RealClock()
+        backend = CpuBackend(schedule=self.schedule, memory=self.memory, counts=counts, clock=clock)
+        self._executor = Executor(wrap(backend))
+        self._counts = counts
+        self._steps: list[PartRun] = []
+        self._warm = False
+
+    # ---- training ------------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """Submit one step. `batch`: `input_ids` [micro_batches x micro_batch_size, seq_len] and what the recipe's mask asks for
+        (`megatrain.layers.inputs`). ValueError if its shape is not the recipe's; LaneError if the run has failed."""
+        part = self.schedule.body if self._warm else self.schedule.prologue
+        context = self._context(batch)
+        if len(self._steps) >= STEPS_IN_FLIGHT:
+            self._executor.wait(self._steps.pop(0), ["clip"])
+        run = self._executor.submit(part, context)
+        self._steps.append(run)
+        self._warm = True
+        return StepResult(self._executor, run, context)
+
+    def flush(self) -> None:
+        """Run pending updates and wait until nothing is in flight. The step after a flush is a prologue again."""
+        if self._warm:
+            self._executor.submit(self.schedule.epilogue)
+            self._warm = False
+        self._executor.drain()
+        self._steps.clear()
+
+    def evaluate(self, batch: Mapping[str, Tensor]) -> float:
+        """The loss of `batch` (shaped as for `step`) under the present weights; changes nothing but flushes first."""
+        self.flush()
+        context = self._context(batch)
+        self._executor.submit(self.evaluation.prologue, context, record=False)
+        self._executor.drain()
+        assert context.loss is not None
+        return context.loss
+
+    def trace(self) -> Trace:
+        """Everything that ran in training so far (flushes first); digests are recomputed from what the lanes did."""
+        self.flush()
+        return self._executor.trace()
+
+    # ---- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """FP32 masters by name (copies). A tied weight appears once, under the embedding's name. Flushes first."""
+        self.flush()
+        return {p.name: self._master(block.index)[p.offset : p.end].view(p.shape).clone() for block, p in self._params()}
+
+    def streamed_weights(self) -> dict[str, Tensor]:
+        """The weights as they go to the device (BF16 or FP32), by name (copies). Flushes first."""
+        self.flush()
+        dtype = DTYPES[self.schedule.recipe.precision]
+        return {p.name: self._plane("weights", block, p, dtype).clone() for block, p in self._params()}
+
+    def moments(self) -> dict[str, Moments]:
+        """Adam's moments by name (copies). Flushes first."""
+        self.flush()
+        return {
+            p.name: Moments(*(self._plane(what, block, p, torch.float32).clone() for what in ("m", "v")))
+            for block, p in self._params()
+        }
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The last step's gradients as the optimizer got them, before the clip factor: rounded to the link's type, widened to
+        FP32, by name (copies). Flushes first. ValueError under `during_backward`, where they only pass through."""
+        if self.schedule.plan.update == "during_backward":
+            raise ValueError("gradients: under plan.update during_backward no gradient outlives its update")
+        self.flush()
+        dtype = DTYPES[self.schedule.recipe.gradient_dtype]
+        return {
+            p.name: self._plane("grad", block, p, dtype).to(torch.float32, copy=True) for block, p in self._params()
+        }
+
+    @property
+    def applied_updates(self) -> int:
+        """Steps that changed the weights; skipped ones do not count. Flushes first."""
+        self.flush()
+        return self._counts.applied
+
+    def close(self) -> None:
+        """Stop the lanes. What was not flushed is lost."""
+        self._executor.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside --------------------------------------------------------------------------------------------------------
+
+    def _context(self, batch: Mapping[str, Tensor]) -> StepContext:
+        model, recipe = self.schedule.model, self.schedule.recipe
+        return StepContext(batch=tuple(make_inputs(model, recipe, batch)), n_valid=n_valid(batch))
+
+    def _params(self) -> list[tuple[BlockSpec, ParamSpec]]:
+        return [(block, p) for block in self.schedule.model.blocks for p in block.params]
+
+    def _plane(self, what: str, block: BlockSpec, p: ParamSpec, dtype: torch.dtype) -> Tensor:
+        """One parameter in one of its block's storages, a view of its shape."""
+        return self.memory.named(f"{what}[{block.index}]").view(dtype)[p.offset : p.end].view(p.shape)
+
+    def _master(self, block: int) -> Tensor:
+        weights = self.memory.named(f"weights[{block}]")
+        if self.schedule.recipe.precision == "fp32":
+            return weights.view(torch.float32)
+        return join(weights.view(torch.bfloat16), self.memory.named(f"lo[{block}]").view(torch.int16))
+
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        known = {p.name for _, p in self._params()}
+        # A tied head has no storage of its own; files may carry it all the same.
+        allowed = known | ({"lm_head.weight"} if self.schedule.model.tied else set())
+        for name in weights:
+            if name not in allowed:
+                raise ValueError(f"weights: {name!r} is no parameter of {self.schedule.model.name!r}")
+        for block in self.schedule.model.blocks:
+            for what in ("weights", "lo", "m", "v"):
+                if f"{what}[{block.index}]" in self.memory:
+                    self.memory.named(f"{what}[{block.index}]").zero_()
+        for block, p in self._params():
+            if p.name not in weights:
+                raise ValueError(f"weights: {p.name!r} is missing")
+            value = weights[p.name].detach().to(torch.float32)
+            if tuple(value.shape) != p.shape:
+                raise ValueError(f"weights: {p.name!r} must have shape {list(p.shape)}, got {list(value.shape)}")
+            if not bool(torch.isfinite(value).all()):
+                raise ValueError(f"weights: {p.name!r} is not finite")
+            flat = value.reshape(-1)
+            target = self.memory.named(f"weights[{block.index}]")
+            if self.schedule.recipe.precision == "fp32":
+                target.view(torch.float32)[p.offset : p.end] = flat
+            else:
+                hi, lo = split(flat, name=p.name)
+                target.view(torch.bfloat16)[p.offset : p.end] = hi
+                self.memory.named(f"lo[{block.index}]").view(torch.int16)[p.offset : p.end] = lo

@@ -1,0 +1,191 @@
+"""The executor: parts of a schedule, run on a thread a lane.
+
+For each op of its lane a thread waits until every dep has ended, lets the backend run the op, and records when and what. That is
+all the order there is; which op comes next, what it waits for and which bytes it gets stand in the schedule.
+
+A failure on any lane cancels the clock, so every other wait ends at once, and surfaces as `LaneError` with the op's text form.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from megatrain.engine.backend import Backend, Ran
+from megatrain.engine.clock import Cancelled, Signal
+from megatrain.schedule.nouns import LANES, Lane, Op, Part, Schedule, part_digest, place, ran_line
+from megatrain.trace import Event, Trace
+
+
+class LaneError(RuntimeError):
+    """A lane failed; the message names the op, the lane and the reason."""
+
+
+class PartRun:
+    """One run of a part: what it waits for, what it has done so far, and what follows it."""
+
+    def __init__(self, number: int, part: Part, previous: PartRun | None, step: Any) -> None:
+        self.number, self.part, self.step = number, part, step
+        self.ended = [Signal(part.text(i)) for i in range(len(part.ops))]
+        self.by_name = {op.name: signal for op, signal in zip(part.ops, self.ended, strict=True)}
+        self.before = previous.by_name if previous is not None else {}
+        self.events: list[Event] = []
+        self.lines: dict[str, list[str]] = {lane: [] for lane in LANES}
+        self.following = Signal("more work")
+        self.next: PartRun | None = None
+
+    def finished(self) -> bool:
+        return all(signal.happened for signal in self.ended)
+
+    def order_of(self, lane: Lane) -> list[int]:
+        """The ops of `lane`, in order, as positions in the part."""
+        return [i for i, op in enumerate(self.part.ops) if op.lane == lane]
+
+    def deps_of(self, op: Op) -> list[tuple[str, Signal]]:
+        """What `op` waits for: names as a digest has them, and the signals."""
+        waits = [(self.part.ops[d].name, self.ended[d]) for d in op.deps]
+        return waits + [(f"-1:{name}", self.before[name]) for name in op.prev]
+
+
+class Executor:
+    """Lane threads over one backend. `submit` appends a part and returns at once; `drain` waits for all that was submitted."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.clock = backend, backend.clock
+        self.runs: list[PartRun] = []
+        self._head = PartRun(-1, Part(name="start", ops=()), None, None)
+        self._tail = self._head
+        self._fresh = True
+        self._unfinished: list[PartRun] = []
+        self._failure: LaneError | None = None
+        self._lock = threading.Lock()  # guards the first failure only
+        self._closed = False
+        self._threads = {
+            lane: threading.Thread(target=self._lane, args=(lane,), name=f"lane {lane}", daemon=True) for lane in LANES
+        }
+        for thread in self._threads.values():
+            self.clock.adopt(thread)
+        for thread in self._threads.values():
+            thread.start()
+
+    def submit(self, part: Part, step: Any = None, *, record: bool = True) -> PartRun:
+        """Run `part` after what was submitted before. `step` goes to the backend with every op. `record=False` leaves the run
+        out of the trace. Raises `LaneError` if a lane has failed."""
+        self._raise_failure()
+        run = PartRun(len(self.runs), part, None if self._fresh else self._tail, step)
+        self._fresh = False
+        if record:
+            self.runs.append(run)
+        self._unfinished = [r for r in self._unfinished if not r.finished()] + [run]
+        tail, self._tail = self._tail, run
+        tail.next = run
+        self.clock.signal(tail.following)
+        return run
+
+    def wait(self, run: PartRun, names: Sequence[str] | None = None) -> None:
+        """Wait until the named ops of `run` (all of them by default) have ended. Raises `LaneError`."""
+        signals = run.ended if names is None else [run.by_name[name] for name in names]
+        try:
+            for signal in signals:
+                self.clock.wait(signal, "the caller")
+        except Cancelled as cancelled:
+            self._raise_failure(cancelled)
+
+    def drain(self) -> None:
+        """Wait for everything; what is submitted next depends on nothing that ran before."""
+        # Each of them: the last part may be empty, or shorter than the one before.
+        for run in self._unfinished:
+            self.wait(run)
+        self._unfinished = []
+        self._fresh = True
+
+    def trace(self) -> Trace:
+        """What has run, after a `drain`. Digests are recomputed from what the lanes did."""
+        events = [event for run in self.runs for event in run.events]
+        return Trace(
+            source=self.backend.source,
+            parts=tuple(run.part.name for run in self.runs),
+            digests=tuple(part_digest(run.lines) for run in self.runs),
+            events=tuple(sorted(events)),
+        )
+
+    def close(self) -> None:
+        """Stop the lanes and wait for their threads. Work that was submitted and not drained is abandoned."""
+        if self._closed:
+            return
+        self._closed = True
+        self.clock.cancel(RuntimeError("the engine was closed"))
+        for thread in self._threads.values():
+            thread.join()
+
+    # ---- on the lanes' threads ---------------------------------------------------------------------------------------
+
+    def _lane(self, lane: Lane) -> None:
+        thread, current = threading.current_thread(), f"lane {lane}"
+        try:
+            self.backend.enter_lane(lane)
+            run = self._head
+            while True:
+                self.clock.wait(run.following, f"lane {lane} (idle)")
+                assert run.next is not None
+                run = run.next
+                for i in run.order_of(lane):
+                    current = f"{run.part.name} {run.part.text(i)} on {lane}"
+                    self._run_op(run, i, lane)
+        except Cancelled as cancelled:
+            # A lane's own failure is noted before it cancels the clock, so this is the clock's: a deadlock, a dead thread.
+            if not self._closed:
+                self._fail(LaneError(str(cancelled.cause)), cancelled.cause)
+        except BaseException as error:  # whatever ends a lane must end the run
+            self._fail(LaneError(f"{current}: {type(error).__name__}: {error}"), error)
+        finally:
+            # Reached by a lane that merely stops, too: without this, the others would wait for it for ever.
+            if not self._closed and self._failure is None:
+                self._fail(LaneError(f"{current}: the lane ended"), None)
+            self.clock.leave(thread)
+
+    def _run_op(self, run: PartRun, i: int, lane: Lane) -> None:
+        op, clock = run.part.ops[i], self.clock
+        who = run.part.text(i)
+        issued = clock.now_ns()
+        deps = run.deps_of(op)
+        for _, signal in deps:
+            clock.wait(signal, who)
+        start = clock.now_ns()
+        ran: Ran = self.backend.run(op, run.step)
+        end = clock.now_ns()
+        run.events.append(Event(run.number, i, issued, start, end))
+        run.lines[lane].append(ran_line(op.name, [name for name, _ in deps], ran.reads, ran.writes, ran.nbytes))
+        clock.signal(run.ended[i])
+
+    def _fail(self, failure: LaneError, cause: BaseException | None) -> None:
+        self.clock.cancel(self._failed(failure, cause))
+
+    def _failed(self, failure: LaneError, cause: BaseException | None) -> LaneError:
+        """The run's one failure: this one, unless another came first."""
+        failure.__cause__ = cause
+        with self._lock:
+            if self._failure is None:
+                self._failure = failure
+            return self._failure
+
+    def _raise_failure(self, cancelled: Cancelled | None = None) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if cancelled is not None:
+            raise self._failed(LaneError(str(cancelled.cause)), cancelled.cause)
+
+
+def run_schedule(schedule: Schedule, backend: Backend, steps: int) -> Trace:
+    """Run `schedule.unroll(steps)` on a backend that needs no batches, and return the trace."""
+    parts = [schedule.prologue, *[schedule.body] * (steps - 1), schedule.epilogue]
+    place(parts)  # a `prev` that names nothing is found before anything runs
+    executor = Executor(backend)
+    try:
+        for part in parts:
+            executor.submit(part)
+        executor.drain()
+        return executor.trace()
+    finally:
+        executor.close()

@@ -1,0 +1,1 @@
+"""Blocks as functions of explicit weights: inputs, embedding, decoder layers, head. Imports torch and transformers."""

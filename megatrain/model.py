@@ -1,0 +1,432 @@
+"""ModelSpec: a model as blocks with parameter counts, bytes, FLOPs and activation bytes. No times, no tensors, no
+torch.
+
+Blocks stand in the order a token meets them: the embedding (block 0), the decoder layers (1..L) and the head (L+1:
+final norm and, unless tied, the output matrix). A tied head owns only its norm and reads the embedding's matrix.
+
+A spec comes from a Hugging Face `config.json` alone. Names, shapes and order of the parameters are those of the
+library's own module; values a config leaves out are those of its config class. Both spellings are read, the present one
+(`rope_parameters`, `dtype`) and the older one (`rope_theta`, `rope_scaling`, `torch_dtype`), and give the same spec.
+What a template cannot compute exactly is refused here with the field, the rule and the value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+BlockKind = Literal["embedding", "layer", "head"]
+Architecture = Literal["llama", "qwen2", "qwen3", "mistral"]
+
+ALIGN_ELEMENTS = 128
+"""Parameters start at multiples of this many elements: 256 bytes in BF16, 512 in FP32, so in every plane at least 256."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec:
+    """One parameter. `name` is its Hugging Face name within the model; `offset` its first element within the block."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """One block. `numel` counts parameters; `span` elements of storage (parameters aligned to `ALIGN_ELEMENTS`).
+
+    `tied` marks a head that owns only its norm and multiplies by the embedding's matrix. FLOPs and activation bytes
+    depend on the whole model's sizes and are methods of `ModelSpec`.
+    """
+
+    index: int
+    kind: BlockKind
+    params: tuple[ParamSpec, ...]
+    tied: bool = False
+
+    @property
+    def layer(self) -> int | None:
+        """The decoder layer's number, from 0; None for the embedding and the head."""
+        return self.index - 1 if self.kind == "layer" else None
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.params)
+
+    @property
+    def span(self) -> int:
+        return align(self.params[-1].end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only model. Sizes are in elements, `sliding_window` and `max_position_embeddings` in tokens.
+
+    `padding_idx` is the token whose embedding row the library gives no gradient (its `pad_token_id`). `config_json` is
+    the resolved config in the present spelling, keys sorted: the library's config class rebuilds the same config from
+    it.
+    """
+
+    name: str
+    architecture: Architecture
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    tied: bool
+    sliding_window: int | None
+    max_position_embeddings: int
+    padding_idx: int | None
+    blocks: tuple[BlockSpec, ...]
+    config_json: str
+
+    @staticmethod
+    def from_config(source: Mapping[str, Any] | str | Path, *, name: str | None = None) -> ModelSpec:
+        """The spec of a config: a mapping, the path of a `config.json`, or of a directory that holds one.
+
+        Raises ValueError for a config that is not one of the four architectures or asks for something the templates do
+        not compute exactly, FileNotFoundError for a path without a config.
+        """
+        if isinstance(source, Mapping):
+            config, default_name = dict(source), ""
+        else:
+            path = Path(source)
+            path = path / "config.json" if path.is_dir() else path
+            config = json.loads(path.read_text(encoding="utf-8"))
+            default_name = path.parent.name if path.name == "config.json" else path.stem
+            if not isinstance(config, dict):
+                raise ValueError(f"{path}: must hold a JSON object, got {type(config).__name__}")
+        return _from_config(config, name or default_name)
+
+    @property
+    def embedding(self) -> BlockSpec:
+        return self.blocks[0]
+
+    @property
+    def layers(self) -> tuple[BlockSpec, ...]:
+        return self.blocks[1:-1]
+
+    @property
+    def head(self) -> BlockSpec:
+        return self.blocks[-1]
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model; a tied matrix counts once."""
+        return sum(block.numel for block in self.blocks)
+
+    def forward_flops_per_token(self, block: BlockSpec) -> int:
+        """FLOPs of the block's matrix products in a forward, for one token: 2 a weight. A backward costs twice that.
+
+        Attention scores are left out (`attention_flops`), so are norms, rotations and activations. The embedding
+        gathers: 0.
+        """
+        if block.kind == "embedding":
+            return 0
+        if block.kind == "head":
+            return 2 * self.vocab_size * self.hidden_size
+        return 2 * sum(p.numel for p in block.params if len(p.shape) == 2)
+
+    def attention_flops(self, tokens: int, seq_len: int) -> int:
+        """FLOPs of one layer's attention scores and weighted values in a causal forward over `tokens` in rows of
+        `seq_len`.
+
+        A row has seq_len (seq_len + 1) / 2 visible pairs; each costs 2 head_dim for its score and 2 head_dim for its
+        value, in every query head. Kernels that do not skip the hidden pairs do almost twice as much.
+        """
+        return 2 * self.n_heads * self.head_dim * (seq_len + 1) * tokens
+
+    def saved_bytes_per_token(self, precision_nbytes: int) -> int:
+        """Bytes a token that one layer's kept forward saves beyond its input (an estimate for eager code and sdpa, no
+        mask).
+
+        With n = `precision_nbytes`: each norm saves its input in FP32 (of the first one, in FP32, that is the block's
+        own input), the normalised rows and its output; attention its rotated q and k, v, its output and the FP32
+        logsumexp; the MLP gate, its activation, up and their product. Qwen3's norms of q and k add their inputs in FP32
+        and normalised rows.
+        """
+        n, q, kv = precision_nbytes, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        norms = self.hidden_size * (4 * (1 if n == 4 else 2) + 4 * n) + 8
+        attention = n * (2 * q + 2 * kv) + 4 * self.n_heads
+        mlp = 4 * n * self.intermediate_size
+        qk_norms = (4 + n) * (q + kv) + 4 * (self.n_heads + self.n_kv_heads) if self.architecture == "qwen3" else 0
+        return norms + attention + mlp + qk_norms
+
+    def hidden_nbytes(self, tokens: int, precision_nbytes: int) -> int:
+        """Bytes of the hidden state (a block's input, or its gradient) of `tokens` tokens."""
+        return tokens * self.hidden_size * precision_nbytes
+
+
+def check_sequence(model: ModelSpec, seq_len: int) -> None:
+    """Raises ValueError for a sequence the templates do not compute exactly: one longer than a sliding window.
+
+    Within the window a sliding layer is a causal layer. Longer than `max_position_embeddings` is allowed, as in the
+    library.
+    """
+    if seq_len < 1:
+        raise ValueError(f"seq_len: must be >= 1, got {seq_len}")
+    if model.sliding_window is not None and seq_len > model.sliding_window:
+        raise ValueError(f"seq_len: must be <= sliding_window {model.sliding_window} of {model.name!r}, got {seq_len}")
+
+
+def align(elements: int) -> int:
+    """`elements` rounded up to a multiple of `ALIGN_ELEMENTS`."""
+    return -(-elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+
+
+# What the library's config classes (transformers 5.17) assume for keys a config leaves out.
+_COMMON: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+    "pad_token_id": None,
+    "head_dim": None,
+}
+_WINDOWED: dict[str, Any] = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+_DEFAULTS: dict[Architecture, dict[str, Any]] = {
+    "llama": _COMMON
+    | {"vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None, "max_position_embeddings": 2048}
+    | {"attention_bias": False, "mlp_bias": False},
+    "qwen2": _COMMON | _WINDOWED,
+    "qwen3": _COMMON | _WINDOWED | {"head_dim": 128, "attention_bias": False},
+    "mistral": _COMMON
+    | {"vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+    | {"sliding_window": 4096, "layer_types": None},
+}
+_CAUSAL_LM: dict[str, Architecture] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MistralForCausalLM": "mistral",
+}
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_DROPOUTS = ("attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop")
+
+
+def _from_config(raw: Mapping[str, Any], name: str) -> ModelSpec:
+    architecture = _architecture(raw)
+    config = {key: raw.get(key, default) for key, default in _DEFAULTS[architecture].items()}
+
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        _require_size(key, config[key])
+    _require_size("max_position_embeddings", config["max_position_embeddings"])
+    hidden_size, n_heads, vocab_size = config["hidden_size"], config["num_attention_heads"], config["vocab_size"]
+    if config["num_key_value_heads"] is None:
+        config["num_key_value_heads"] = n_heads
+    n_kv_heads = _require_size("num_key_value_heads", config["num_key_value_heads"])
+    if n_heads % n_kv_heads:
+        raise _refuse("num_attention_heads", f"must be a multiple of num_key_value_heads {n_kv_heads}", n_heads)
+    if (config["head_dim"] is None or architecture == "llama") and hidden_size % n_heads:
+        raise _refuse("hidden_size", f"must be a multiple of num_attention_heads {n_heads}", hidden_size)
+    if config["head_dim"] is None:
+        config["head_dim"] = hidden_size // n_heads
+    if _require_size("head_dim", config["head_dim"]) % 2:
+        raise _refuse("head_dim", "must be even (rotary embedding turns pairs)", config["head_dim"])
+
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
+        if key in config and not isinstance(config[key], bool):
+            raise _refuse(key, "must be true or false", config[key])
+    for key in _DROPOUTS:
+        if raw.get(key):
+            raise _refuse(key, "must be 0 (dropout is not a function of step, block and micro-batch yet)", raw[key])
+    for key in ("quantization_config", "per_layer_config"):
+        if raw.get(key):
+            raise _refuse(key, "must be absent (every layer trains plain weights of one structure)", raw[key])
+    if not isinstance(config["hidden_act"], str):
+        raise _refuse("hidden_act", "must be the name of an activation", config["hidden_act"])
+    if not _is_number(config["rms_norm_eps"]) or config["rms_norm_eps"] < 0:
+        raise _refuse("rms_norm_eps", "must be a number >= 0", config["rms_norm_eps"])
+
+    padding_idx = config["pad_token_id"]
+    if padding_idx is not None:
+        if not _is_int(padding_idx) or not -vocab_size <= padding_idx < vocab_size:
+            raise _refuse("pad_token_id", f"must be a token of the vocabulary of {vocab_size}", padding_idx)
+        padding_idx %= vocab_size
+    window = _sliding_window(config)
+    config.pop("layer_types", None)
+    config["sliding_window"] = window
+    config["rope_parameters"] = _rope(raw, config["max_position_embeddings"])
+    config["model_type"] = architecture
+    if architecture in ("qwen2", "qwen3"):
+        # All layers are of one kind here, so the switch says it all.
+        config |= {"use_sliding_window": window is not None, "max_window_layers": 0 if window else config["num_hidden_layers"]}
+    elif architecture == "llama":
+        del config["sliding_window"]
+
+    return ModelSpec(
+        name=name or architecture,
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=config["intermediate_size"],
+        n_layers=config["num_hidden_layers"],
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=config["head_dim"],
+        tied=config["tie_word_embeddings"],
+        sliding_window=window,
+        max_position_embeddings=config["max_position_embeddings"],
+        padding_idx=padding_idx,
+        blocks=_blocks(architecture, config),
+        config_json=json.dumps(config, sort_keys=True, separators=(",", ":")),
+    )
+
+
+def _architecture(raw: Mapping[str, Any]) -> Architecture:
+    classes = raw.get("architectures") or []
+    known = [_CAUSAL_LM[c] for c in classes if c in _CAUSAL_LM]
+    if classes and not known:
+        raise _refuse("architectures", f"must be one of {', '.join(_CAUSAL_LM)}", classes)
+    architecture = raw.get("model_type", known[0] if known else None)
+    if architecture not in get_args(Architecture):
+        raise _refuse("model_type", f"must be one of {', '.join(get_args(Architecture))}", architecture)
+    if known and architecture not in known:
+        raise _refuse("model_type", f"must agree with architectures {classes}", architecture)
+    found: Architecture = architecture
+    return found
+
+
+def _sliding_window(config: Mapping[str, Any]) -> int | None:
+    """The window every layer has, None if no layer has one; mixed layers are refused."""
+    window = config.get("sliding_window")
+    if "use_sliding_window" in config and not config["use_sliding_window"]:
+        window = None
+    if window is not None:
+        _require_size("sliding_window", window)
+    n_layers, types = config["num_hidden_layers"], config.get("layer_types")
+    if types is None:
+        first = config.get("max_window_layers", 0)
+        sliding = [window is not None and layer >= first for layer in range(n_layers)]
+        rule, value = f"max_window_layers must be 0 or >= num_hidden_layers {n_layers}", first
+    else:
+        if not isinstance(types, (list, tuple)) or len(types) != n_layers:
+            raise _refuse("layer_types", f"must name one type for each of the {n_layers} layers", types)
+        for kind in types:
+            if kind not in ("full_attention", "sliding_attention"):
+                raise _refuse("layer_types", "must be full_attention or sliding_attention", kind)
+        sliding = [kind == "sliding_attention" for kind in types]
+        rule, value = "all layers must be of one type", types
+        if window is None and any(sliding):
+            raise _refuse("layer_types", "sliding_attention needs a sliding_window and use_sliding_window", types)
+    if any(sliding) and not all(sliding):
+        field = "layer_types" if types is not None else "max_window_layers"
+        raise _refuse(field, f"{rule} (sliding and full attention are not mixed)", value)
+    return window if any(sliding) else None
+
+
+def _rope(raw: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+    """The rotary settings in the present spelling, with the values the library would fill in."""
+    found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
+        raise _refuse("rope_parameters", "must be one flat set of values for all layers", found)
+    rope = dict(found)
+    rope_type = rope.pop("type", "default")
+    rope_type = rope.setdefault("rope_type", rope_type)
+    if rope_type in ("dynamic", "longrope", "su"):
+        raise _refuse("rope_type", "must not depend on the sequence length", rope_type)
+    if rope_type not in _ROPE_TYPES:
+        raise _refuse("rope_type", f"must be one of {', '.join(_ROPE_TYPES)}", rope_type)
+    theta = rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
+    if not _is_number(theta) or theta <= 0:
+        raise _refuse("rope_theta", "must be a number > 0", theta)
+    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise _refuse("partial_rotary_factor", "must be 1 (whole heads are turned)", partial)
+    rope.pop("partial_rotary_factor", None)
+    rope["rope_theta"] = float(theta)
+    if rope_type in ("llama3", "yarn"):
+        if "original_max_position_embeddings" in raw:
+            rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+        rope.setdefault("original_max_position_embeddings", max_position_embeddings)
+    return rope
+
+
+def _blocks(architecture: Architecture, config: Mapping[str, Any]) -> tuple[BlockSpec, ...]:
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    tied, n_layers = config["tie_word_embeddings"], config["num_hidden_layers"]
+    within = _layer_params(architecture, config)
+    blocks = [BlockSpec(index=0, kind="embedding", params=_lay_out([("model.embed_tokens.weight", (vocab, hidden))]))]
+    for layer in range(n_layers):
+        named = [(f"model.layers.{layer}.{name}", shape) for name, shape in within]
+        blocks.append(BlockSpec(index=layer + 1, kind="layer", params=_lay_out(named)))
+    head: list[tuple[str, tuple[int, ...]]] = [("model.norm.weight", (hidden,))]
+    if not tied:
+        head.append(("lm_head.weight", (vocab, hidden)))
+    blocks.append(BlockSpec(index=n_layers + 1, kind="head", params=_lay_out(head), tied=tied))
+    return tuple(blocks)
+
+
+def _layer_params(architecture: Architecture, config: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    """Names (within the layer) and shapes of a decoder layer's parameters, in the order of the library's state_dict."""
+    hidden, ffn, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    qkv_bias = architecture == "qwen2" or config.get("attention_bias", False)
+    output_bias = config.get("attention_bias", False)
+    mlp_bias = config.get("mlp_bias", False)
+    linears = [
+        ("self_attn.q_proj", q, hidden, qkv_bias),
+        ("self_attn.k_proj", kv, hidden, qkv_bias),
+        ("self_attn.v_proj", kv, hidden, qkv_bias),
+        ("self_attn.o_proj", hidden, q, output_bias),
+        ("mlp.gate_proj", ffn, hidden, mlp_bias),
+        ("mlp.up_proj", ffn, hidden, mlp_bias),
+        ("mlp.down_proj", hidden, ffn, mlp_bias),
+    ]
+    params: list[tuple[str, tuple[int, ...]]] = []
+    for name, rows, columns, bias in linears:
+        params.append((f"{name}.weight", (rows, columns)))
+        if bias:
+            params.append((f"{name}.bias", (rows,)))
+        if name == "self_attn.o_proj" and architecture == "qwen3":
+            params += [("self_attn.q_norm.weight", (head_dim,)), ("self_attn.k_norm.weight", (head_dim,))]
+    params += [("input_layernorm.weight", (hidden,)), ("post_attention_layernorm.weight", (hidden,))]
+    return params
+
+
+def _lay_out(named: list[tuple[str, tuple[int, ...]]]) -> tuple[ParamSpec, ...]:
+    params: list[ParamSpec] = []
+    for name, shape in named:
+        params.append(ParamSpec(name=name, shape=shape, offset=align(params[-1].end) if params else 0))
+    return tuple(params)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _require_size(field: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _refuse(field, "must be an integer >= 1", value)
+    return value
+
+
+def _refuse(field: str, rule: str, value: object) -> ValueError:
+    return ValueError(f"config.{field}: {rule}, got {value!r}")

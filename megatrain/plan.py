@@ -1,0 +1,91 @@
+"""Plan: when and where, never what.
+
+Placement, buffers, chunks, recompute or keep, the update policy, threads for Adam. No field of a plan may change a bit of the
+result of a deterministic recipe; that is the project's strongest promise and `tests/test_bitwise.py` its test.
+
+Per-block choices are small tables from a block to a value. A key is "default", "embedding", "head", a layer ("3") or a range
+of layers ("0-27", both ends included); the most specific key wins: the shortest range, and any range over the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar, get_args
+
+Placement = Literal["streamed", "resident"]
+Activations = Literal["recompute", "keep"]
+UpdatePolicy = Literal["after", "during_backward", "next_forward"]
+_Choice = TypeVar("_Choice", bound=str)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one recipe is executed.
+
+    `weight_slots` (layers) and `vocab_slots` (embedding and head) are the device buffers streamed weights pass through;
+    `gradient_slots` the device buffers packed gradients wait in; `host_gradient_slots` the host buffers under
+    `during_backward` (under the other policies every block has its own). A chunk is `chunk_bytes` of streamed weights: the
+    grain of transfers and updates; 0 means a whole block. `adam_threads` is the CPU optimizer's thread count.
+    """
+
+    placement: Mapping[str, Placement] = field(default_factory=lambda: {"default": "streamed"})
+    activations: Mapping[str, Activations] = field(default_factory=lambda: {"default": "recompute"})
+    update: UpdatePolicy = "next_forward"
+    weight_slots: int = 2
+    vocab_slots: int = 1
+    gradient_slots: int = 2
+    host_gradient_slots: int = 2
+    chunk_bytes: int = 32 << 20
+    adam_threads: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("weight_slots", "vocab_slots", "gradient_slots", "host_gradient_slots", "adam_threads"):
+            _require(name, getattr(self, name), is_count(getattr(self, name), 1), "an integer >= 1")
+        _require("chunk_bytes", self.chunk_bytes, is_count(self.chunk_bytes, 0), "an integer >= 0 (0: whole blocks)")
+        _require("update", self.update, self.update in get_args(UpdatePolicy), f"one of {get_args(UpdatePolicy)}")
+        for name, values in (("placement", get_args(Placement)), ("activations", get_args(Activations))):
+            for key, value in getattr(self, name).items():
+                _require(f"{name}[{key!r}]", value, value in values, f"one of {values}")
+                _parse_key(name, key)
+        for key in ("embedding", "head"):
+            _require("activations", key, key not in self.activations, "by decoder layer; the embedding and the head keep nothing")
+
+    def placement_of(self, kind: str, layer: int | None) -> Placement:
+        """The placement of the embedding, the head, or a decoder layer (`layer` counts from 0)."""
+        return _look_up(self.placement, kind, layer, "streamed")
+
+    def activations_of(self, layer: int) -> Activations:
+        """Whether a decoder layer keeps what its forward saved, or only its input. The embedding and head save nothing."""
+        return _look_up(self.activations, "layer", layer, "recompute")
+
+
+def _look_up(table: Mapping[str, _Choice], kind: str, layer: int | None, otherwise: _Choice) -> _Choice:
+    if layer is None:
+        return table.get(kind, table.get("default", otherwise))
+    spans = {key: span for key in table if (span := _parse_key("", key)) and span[0] <= layer <= span[1]}
+    if spans:
+        return table[min(spans, key=lambda key: spans[key][1] - spans[key][0])]
+    return table.get("default", otherwise)
+
+
+def is_count(value: object, least: int) -> bool:
+    """Whether `value` is an integer, and no boolean, of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _parse_key(name: str, key: str) -> tuple[int, int] | None:
+    """The layers a key names, both ends included; None for one that names no layer."""
+    if key in ("default", "embedding", "head"):
+        return None
+    if not isinstance(key, str):
+        raise ValueError(f"plan.{name}: the key {key!r} must be text: quote it")
+    first, dash, last = key.partition("-")
+    if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+        raise ValueError(f"plan.{name}: {key!r} is no block; use default, embedding, head, a layer (3) or a range (0-27)")
+    return int(first), int(last) if dash else int(first)
+
+
+def _require(name: str, value: object, ok: bool, rule: str) -> None:
+    if not ok:
+        raise ValueError(f"plan.{name}: must be {rule}, got {value!r}")

@@ -1,0 +1,275 @@
+"""What goes wrong is seen: a schedule that is not run as written, a lane that fails or dies, a gradient that is not finite."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from analysis.compare import ForeignTrace, compare
+from megatrain.engine import executor as executor_module
+from megatrain.engine.backend import Backend
+from megatrain.engine.clock import Cancelled, Deadlock, RealClock, Signal, VirtualClock
+from megatrain.engine.engine import Engine
+from megatrain.engine.executor import Executor, LaneError, PartRun, run_schedule
+from megatrain.engine.memory import Memory
+from megatrain.engine.null import NullBackend
+from megatrain.hardware import H200
+from megatrain.plan import Plan
+from megatrain.schedule import Access, Lane, Op, Part, lower
+from sim.simulate import simulate
+from tests.engine.small import Disturbed, poisoned, random_batches, random_weights, small_model, small_recipe, train
+
+PLAN = Plan(weight_slots=2, chunk_bytes=4096, update="next_forward")
+KINDS = ("input", "load", "forward", "loss", "backward", "pack", "save", "clip", "update")
+
+
+def run_and_compare(plan: Plan = PLAN) -> None:
+    model, recipe = small_model(), small_recipe()
+    with Engine(model, recipe, plan, random_weights(model)) as engine:
+        for batch in random_batches(model, recipe, 3):
+            engine.step(batch)
+        compare(engine.schedule, simulate(engine.schedule, H200, steps=3), engine.trace())
+
+
+def test_an_engine_that_runs_the_schedule_passes_compare() -> None:
+    run_and_compare()
+
+
+def test_an_engine_that_swaps_two_ops_fails_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = PartRun.order_of
+
+    def swapped(self: PartRun, lane: Lane) -> list[int]:
+        order = honest(self, lane)
+        if lane == "d2h" and self.part.name == "body":
+            order[-2], order[-3] = order[-3], order[-2]  # two chunks of the last gradient: nothing else would notice
+        return order
+
+    monkeypatch.setattr(PartRun, "order_of", swapped)
+    with pytest.raises(ForeignTrace, match="body"):
+        run_and_compare()
+
+
+def test_an_engine_that_drops_an_op_fails_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Executor._run_op
+
+    def dropping(self: Executor, run: PartRun, i: int, lane: Lane) -> None:
+        if run.part.ops[i].name == "update[3.1]":
+            self.clock.signal(run.ended[i])
+        else:
+            honest(self, run, i, lane)
+
+    monkeypatch.setattr(Executor, "_run_op", dropping)
+    with pytest.raises(ForeignTrace, match="body"):
+        run_and_compare()
+
+
+def test_an_engine_that_copies_to_the_wrong_slot_fails_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Memory.bind
+
+    def misrouted(self: Memory, access: Access) -> Tensor:
+        storage = self.storages[access.storage]
+        if storage.name == "slot.layer.1":
+            # Every use of the second slot goes to the first: consistent, and wrong.
+            return honest(self, access._replace(storage=next(i for i, s in enumerate(self.storages) if s.name == "slot.layer.0")))
+        return honest(self, access)
+
+    monkeypatch.setattr(Memory, "bind", misrouted)
+    with pytest.raises(ForeignTrace, match="prologue"):
+        run_and_compare()
+
+
+def test_an_engine_that_forgets_a_wait_fails_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = PartRun.deps_of
+    monkeypatch.setattr(PartRun, "deps_of", lambda self, op: honest(self, op)[:-1] if op.kind == "pack" else honest(self, op))
+    monkeypatch.setattr(
+        PartRun, "deps_of", lambda self, op: [] if op.name == "backward[2.0]" else honest(self, op), raising=True
+    )
+    with pytest.raises(ForeignTrace):
+        run_and_compare()
+
+
+# ---- failures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_in_a_kernel_ends_the_run_and_names_the_op(kind: str) -> None:
+    failed_at: list[tuple[float, str]] = []
+
+    def failing(inner: Any) -> Backend:
+        seen = 0
+
+        def before(op: Op) -> None:
+            nonlocal seen
+            seen += op.kind == kind
+            if op.kind == kind and seen == 5:
+                failed_at.append((time.monotonic(), op.name))
+                raise OSError("no more of it")
+
+        return Disturbed(inner=inner, before=before)
+
+    model, recipe = small_model(), small_recipe()
+    with Engine(model, recipe, PLAN, random_weights(model), wrap=failing) as engine:
+        with pytest.raises(LaneError, match="no more of it") as error:
+            for batch in random_batches(model, recipe, 20):
+                engine.step(batch)
+            engine.flush()
+        when, name = failed_at[0]
+        assert time.monotonic() - when < 2
+        assert f":{name} on " in str(error.value)
+        assert isinstance(error.value.__cause__, OSError)
+        with pytest.raises(LaneError, match="no more of it"):
+            engine.step(random_batches(model, recipe, 1)[0])
+
+
+@pytest.mark.parametrize("lane", ["h2d", "compute", "d2h", "cpu"])
+def test_a_lane_thread_that_dies_ends_the_run(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it ends: by SystemExit, by returning, or without a last word."""
+    honest = Executor._run_op
+    died: list[float] = []
+
+    def dying(self: Executor, run: PartRun, i: int, which: Lane) -> None:
+        if which == lane and run.number == 1:
+            died.append(time.monotonic())
+            raise SystemExit
+        honest(self, run, i, which)
+
+    monkeypatch.setattr(Executor, "_run_op", dying)
+    model, recipe = small_model(), small_recipe()
+    with Engine(model, recipe, PLAN, random_weights(model)) as engine:
+        with pytest.raises(LaneError, match=f"body .* on {lane}: SystemExit"):
+            for batch in random_batches(model, recipe, 20):
+                engine.step(batch)
+            engine.flush()
+        assert time.monotonic() - died[0] < 2
+
+
+@pytest.mark.parametrize("clock", [RealClock, VirtualClock])
+def test_a_thread_that_vanishes_is_noticed(clock: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even its cleanup runs: the waits themselves find out."""
+    honest = Executor._lane
+
+    def vanishing(self: Executor, lane: Lane) -> None:
+        if lane != "d2h":
+            honest(self, lane)
+
+    monkeypatch.setattr(executor_module.Executor, "_lane", vanishing)
+    schedule = lower(small_model(), small_recipe(), PLAN)
+    started = time.monotonic()
+    with pytest.raises(LaneError, match="lane d2h died"):
+        run_schedule(schedule, NullBackend(schedule, lambda op: 10, clock()), 2)
+    assert time.monotonic() - started < 2
+
+
+def test_all_waiting_and_nothing_due_names_the_ops() -> None:
+    """Two ops that wait for each other cannot be written down, so the schedule is broken by hand behind check's back."""
+    load = Op(kind="load", lane="h2d", block=3, chunk=1, deps=(1,))
+    forward = Op(kind="forward", lane="compute", block=3, micro=0, deps=(0,))
+    schedule = lower(small_model(), small_recipe(), PLAN)
+    executor = Executor(NullBackend(schedule, lambda op: 10))
+    try:
+        executor.submit(Part(name="body", ops=(load, forward)))
+        with pytest.raises(LaneError) as error:
+            executor.drain()
+        assert isinstance(error.value.__cause__, Deadlock)
+        assert "0:load[3.1] waits for 1:forward[3.0]; 1:forward[3.0] waits for 0:load[3.1]" in str(error.value)
+    finally:
+        executor.close()
+
+
+def test_waits_after_a_failure_do_not_start() -> None:
+    for clock in (RealClock(), VirtualClock()):
+        clock.cancel(ValueError("first"))
+        clock.cancel(ValueError("second"))
+        with pytest.raises(Cancelled, match="first"):
+            clock.wait(Signal("never"), "somebody")
+        with pytest.raises(Cancelled, match="first"):
+            clock.sleep(10**12, "somebody")
+
+
+# ---- gradients that are not finite -------------------------------------------------------------------------------------
+
+
+def corrupted(inner: Any, value: float, step_number: int) -> Backend:
+    """One element of one layer's accumulated gradient becomes `value` in the given step."""
+    seen = 0
+
+    def before(op: Op) -> None:
+        nonlocal seen
+        if op.name == "pack[4]":
+            seen += 1
+            if seen == step_number:
+                inner.memory.named("acc.layer").view(torch.float32)[40] = value
+
+    return Disturbed(inner=inner, before=before)
+
+
+@pytest.mark.parametrize("placement", ["streamed", "resident"])
+@pytest.mark.parametrize("policy", ["after", "next_forward"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_skips_the_step(policy: str, placement: str, value: float) -> None:
+    """Every bit of state stays, the step count and learning rate do not advance, the next batch is the next batch."""
+    model, recipe = small_model(), small_recipe(precision="bf16")
+    plan = Plan(placement={"default": placement}, update=policy, chunk_bytes=2048)  # type: ignore[dict-item, arg-type]
+    batches = random_batches(model, recipe, 3)
+    with (
+        Engine(model, recipe, plan, random_weights(model), wrap=lambda b: corrupted(b, value, 2)) as engine,
+        Engine(model, recipe, plan, random_weights(model)) as clean,
+    ):
+        results = [engine.step(batch) for batch in batches]
+        for batch in (batches[0], batches[2]):
+            clean.step(batch)
+        assert [r.skipped for r in results] == [None, "non-finite gradient in model.layers.3.self_attn.q_proj.weight", None]
+        assert engine.applied_updates == clean.applied_updates == 2
+        ours, theirs = engine.state_dict(), clean.state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        mine, others = engine.moments(), clean.moments()
+        assert all(torch.equal(mine[n].m, others[n].m) and torch.equal(mine[n].v, others[n].v) for n in mine)
+
+
+def test_during_backward_stops_on_a_gradient_that_is_not_finite() -> None:
+    model, recipe = small_model(), small_recipe(clip_norm=None)
+    plan = Plan(update="during_backward")
+    with (
+        Engine(model, recipe, plan, random_weights(model), wrap=lambda b: corrupted(b, float("nan"), 1)) as engine,
+        pytest.raises(LaneError, match=r"clip on cpu: NonFiniteGradient: .*layers\.3.*resume from a checkpoint"),
+    ):
+        engine.step(random_batches(model, recipe, 1)[0])
+        engine.flush()
+
+
+@pytest.mark.parametrize("policy", ["after", "next_forward", "during_backward"])
+def test_a_batch_without_a_valid_token_changes_nothing(policy: str) -> None:
+    model = small_model()
+    recipe = small_recipe(clip_norm=None)
+    batch = random_batches(model, recipe, 1)[0]
+    batch["labels"] = torch.full_like(batch["input_ids"], -100)
+    with Engine(model, recipe, Plan(update=policy), random_weights(model)) as engine:  # type: ignore[arg-type]
+        before = engine.state_dict()
+        result = engine.step(batch)
+        assert result.skipped == "no valid token in the batch"
+        assert result.loss == 0
+        after = engine.state_dict()
+        assert engine.applied_updates == 0
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_poison_is_really_put_into_slots() -> None:
+    """The harness of the bitwise tests bites: poison put down one op too early changes the result."""
+
+    def too_early(inner: Any) -> Backend:
+        def before(op: Op) -> None:
+            if op.name == "backward[3.0]":
+                inner.memory.named("slot.layer.0").fill_(0xFF)
+                inner.memory.named("slot.layer.1").fill_(0xFF)
+
+        return Disturbed(inner=inner, before=before)
+
+    model, recipe = small_model(), small_recipe()
+    with Engine(model, recipe, PLAN, random_weights(model), wrap=too_early) as engine:
+        assert engine.step(random_batches(model, recipe, 1)[0]).skipped is not None
+    assert train(model, recipe, PLAN, steps=1, wrap=poisoned).losses

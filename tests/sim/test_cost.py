@@ -1,0 +1,179 @@
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+
+from megatrain.hardware import H200, HardwareProfile, MeasuredOp
+from megatrain.model import ModelSpec
+from megatrain.plan import Plan
+from megatrain.recipe import Recipe
+from megatrain.schedule import Op, Schedule, lower, lower_evaluation
+from megatrain.schedule.nouns import Kind
+from sim.cost import Work, adam_bytes_per_s, alone_ns, copy_ns, durations_ns, works
+
+QWEN_7B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584,
+    "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def _body(schedule: Schedule, hardware: HardwareProfile = H200) -> dict[str, Work]:
+    """The works of the body's ops (an evaluation's: of its only part) by name."""
+    part = schedule.body if schedule.mode == "train" else schedule.prologue
+    return {op.name: work for op, work in zip(part.ops, works(schedule, hardware).parts[part.name], strict=True)}
+
+
+def _compute_s(schedule: Schedule) -> float:
+    duration = durations_ns(schedule, H200)
+    return sum(duration["body", i] for i, op in enumerate(schedule.body.ops) if op.lane == "compute") / 1e9
+
+
+# ---- against the machine -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "size", "keep", "measured_s"),
+    [(1, 4, True, 0.302), (1, 16, True, 1.179), (1, 4, False, 0.398), (1, 16, False, 1.539), (4, 16, False, 6.11)],
+)
+def test_the_spec_source_predicts_measured_forward_and_backward_of_a_7b_model(
+    micro_batches: int, size: int, keep: bool, measured_s: float
+) -> None:
+    """Compiled layers of 7.6e9 parameters in rows of 1,024 tokens, all weights on the GPU; not one number is fitted to these."""
+    recipe = Recipe(micro_batches=micro_batches, micro_batch_size=size, seq_len=1024, compiled=True)
+    activations = {"default": "keep" if keep else "recompute"}
+    schedule = lower(ModelSpec.from_config(QWEN_7B), recipe, Plan(activations=activations, chunk_bytes=0))  # type: ignore[arg-type]
+    assert _compute_s(schedule) == pytest.approx(measured_s, rel=0.06)
+
+
+def test_the_optimizer_takes_what_was_measured_on_both_sides() -> None:
+    for placement, threads, ns_a_parameter in (("streamed", 16, 26 / 118), ("streamed", 1, 26 / 16), ("resident", 1, 0.0064)):
+        plan = Plan(placement={"default": placement}, adam_threads=threads, chunk_bytes=0)  # type: ignore[dict-item]
+        schedule = lower(ModelSpec.from_config(QWEN_7B), Recipe(), plan)
+        updates = [alone_ns(w) for name, w in _body(schedule).items() if name.startswith("update")]
+        assert sum(updates) / schedule.model.numel == pytest.approx(ns_a_parameter, rel=0.02)
+
+
+def test_a_copy_reaches_the_measured_rate_of_its_size() -> None:
+    for link in (H200.h2d, H200.d2h):
+        for nbytes, rate in link.rates:
+            assert nbytes * 1e9 / copy_ns(link, nbytes) == pytest.approx(rate, rel=1e-3)
+
+
+# ---- copies --------------------------------------------------------------------------------------------------------------
+
+
+def test_copy_times_are_linear_in_time_between_rows() -> None:
+    link = replace(H200.h2d, latency_ns=1000, rates=((1000, 500_000_000), (3000, 10**9)))
+    assert [copy_ns(link, n) for n in (0, 500, 1000, 2000, 3000, 6000)] == [1000, 1500, 2000, 2500, 3000, 6000]
+
+
+def test_a_copys_work_is_its_bytes_at_the_top_rate_and_start_up(schedule: Callable[..., Schedule]) -> None:
+    s = schedule(chunk_bytes=0)
+    body = _body(s)
+    for op in s.body.ops:
+        if op.lane in ("h2d", "d2h"):
+            link = H200.h2d if op.lane == "h2d" else H200.d2h
+            work = body[op.name]
+            assert (work.amount, work.traffic, work.rate_per_s) == (op.nbytes, op.lane, link.peak_bytes_per_s)
+            assert alone_ns(work) == copy_ns(link, op.nbytes)
+            assert (work.threads, work.dram_bytes) == (0, op.nbytes)
+
+
+def test_adam_threads_are_linear_between_rows_and_end_with_them() -> None:
+    machine = replace(H200, adam_rates=((2, 20), (4, 30)))
+    assert [adam_bytes_per_s(machine, n) for n in (1, 2, 3, 4, 9)] == [10, 20, 25, 30, 30]
+
+
+# ---- ops -----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_has_a_cost(schedule: Callable[..., Schedule]) -> None:
+    kinds: set[str] = set()
+    for s in (
+        schedule(placement={"default": "streamed", "0": "resident"}, update="next_forward"),
+        schedule(placement={"default": "resident"}, update="during_backward", recipe={"clip_norm": None}),
+    ):
+        for part in (s.prologue, s.body, s.epilogue):
+            for op, work in zip(part.ops, works(s, H200).parts[part.name], strict=True):
+                kinds.add(op.kind)
+                assert alone_ns(work) > 0, op.name
+    assert kinds == set(get_args(Kind))
+
+
+def test_recomputing_costs_one_forward_more(schedule: Callable[..., Schedule], host: HardwareProfile) -> None:
+    for hardware in (H200, host):
+        keep, recompute = (_body(schedule(activations={"default": a}), hardware) for a in ("keep", "recompute"))
+        more = alone_ns(recompute["backward[2.1]"]) - alone_ns(keep["backward[2.1]"])
+        assert more == pytest.approx(alone_ns(keep["forward[2.1]"]), abs=2)
+        assert keep["forward[2.1]"] == recompute["forward[2.1]"]
+
+
+def test_only_layers_with_more_tokens_or_parameters_take_longer(schedule: Callable[..., Schedule]) -> None:
+    base, longer = _body(schedule()), _body(schedule(recipe={"seq_len": 4096}))
+    for name in ("forward[2.0]", "backward[2.0]", "loss[0]", "forward[0.0]"):
+        assert alone_ns(longer[name]) > alone_ns(base[name])
+    assert longer["pack[2]"] == base["pack[2]"]
+
+
+def test_evaluation_pays_for_the_forward_of_the_head_only() -> None:
+    model, recipe = ModelSpec.from_config(QWEN_7B), Recipe(micro_batch_size=4, compiled=True)
+    train = _body(lower(model, recipe, Plan()))["loss[0]"]
+    evaluate = _body(lower_evaluation(model, recipe, Plan()))["loss[0]"]
+    assert 0.25 < alone_ns(evaluate) / alone_ns(train) < 0.5
+
+
+def test_compute_on_the_host_uses_threads_and_dram(schedule: Callable[..., Schedule], host: HardwareProfile) -> None:
+    one, two = (_body(schedule(recipe={"compute_threads": n}), host)["forward[2.0]"] for n in (1, 2))
+    assert (one.traffic, one.threads, two.threads) == ("compute", 1, 2)
+    assert one.dram_bytes == two.dram_bytes > 0
+    assert alone_ns(one) > alone_ns(two)
+    body = _body(schedule(), host)
+    load = body["load[2.0]"]
+    assert (load.threads, load.dram_bytes) == (1, 2 * load.amount)
+
+
+# ---- measured durations --------------------------------------------------------------------------------------------------
+
+
+def test_a_measured_duration_replaces_the_predicted_one(schedule: Callable[..., Schedule]) -> None:
+    s = schedule(activations={"default": "recompute", "1": "keep"})
+    numel = s.model.layers[0].numel
+    rows = (
+        MeasuredOp("forward", "layer", numel, 8, 8, 111), MeasuredOp("backward", "layer", numel, 8, 8, 222),
+        MeasuredOp("recompute_backward", "layer", numel, 8, 8, 333), MeasuredOp("loss", "head", s.model.head.numel, 8, 8, 444),
+        MeasuredOp("forward", "embedding", s.model.embedding.numel, 8, 8, 555),
+        MeasuredOp("backward", "embedding", s.model.embedding.numel, 8, 8, 666),
+    )  # fmt: skip
+    machine = replace(H200, compute=replace(H200.compute, measured=rows))
+    body = {name: alone_ns(work) for name, work in _body(s, machine).items()}
+    assert (body["forward[1.0]"], body["backward[1.0]"], body["backward[2.1]"]) == (111, 333, 222)
+    assert (body["loss[0]"], body["forward[0.1]"], body["backward[0.0]"]) == (444, 555, 666)
+    assert works(s, machine).notes == ()
+
+
+def test_between_two_measured_token_counts_time_is_linear_and_outside_the_notes_say_so(
+    schedule: Callable[..., Schedule],
+) -> None:
+    numel = schedule().model.layers[0].numel
+    rows = (MeasuredOp("forward", "layer", numel, 16, 8, 100), MeasuredOp("forward", "layer", numel, 32, 8, 300))
+    machine = replace(H200, compute=replace(H200.compute, measured=rows))
+
+    def forward(rows_of_8: int) -> tuple[int, list[str]]:
+        s = schedule(recipe={"micro_batch_size": rows_of_8})
+        notes = [note for note in works(s, machine).notes if ": forward of a layer" in note]
+        return alone_ns(_body(s, machine)["forward[1.0]"]), notes
+
+    assert [forward(n) for n in (2, 3, 4)] == [(100, []), (200, []), (300, [])]
+    for outside in (1, 5):
+        ns, notes = forward(outside)
+        assert ns == alone_ns(_body(schedule(recipe={"micro_batch_size": outside}))["forward[1.0]"])
+        assert len(notes) == 1 and f"at {8 * outside} tokens in rows of 8 is outside the measured durations" in notes[0]
+
+
+def test_an_op_without_its_block_is_refused(schedule: Callable[..., Schedule]) -> None:
+    s = schedule()
+    nameless = replace(s.body, ops=(Op(kind="forward", lane="compute"),))
+    with pytest.raises(ValueError, match="forward: a forward names a block"):
+        works(replace(s, body=nameless), H200)
