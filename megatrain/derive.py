@@ -49,7 +49,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 _CAUSE_OF_KIND: dict[Kind, Cause] = {
     "load": "weights late", "input": "input late", "update": "update late", "save": "gradient slot busy",
-    "clip": "step boundary", "constants": "step boundary",
+    "clip": "step boundary", "constants": "step boundary", "report": "step boundary",
 }  # fmt: skip
 _BOUNDARY_COPIES = ("norm", "constants")
 # Behind an op of one cause, an op of a higher rank brings its own, one of the same or a lower rank inherits; rank 0 always

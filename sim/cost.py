@@ -126,8 +126,8 @@ class _CostModel:
             self.measured.setdefault(key, []).append((row.tokens, row.duration_ns))
         self.by_kind: dict[str, Callable[[Op], Work]] = {
             "input": self._h2d, "load": self._h2d, "save": self._d2h, "forward": self._forward, "loss": self._loss,
-            "backward": self._backward, "pack": self._pack, "constants": self._constants, "clip": self._clip,
-            "update": self._update,
+            "backward": self._backward, "pack": self._pack, "report": self._constants, "constants": self._constants,
+            "clip": self._clip, "update": self._update,
         }  # fmt: skip
 
     def work(self, op: Op) -> Work:

@@ -157,11 +157,12 @@ def _input(b: CpuBackend, x: Operands, step: StepContext) -> int:
 
 
 def _move(b: CpuBackend, x: Operands, step: StepContext) -> int:
-    nbytes = sum(_copy(x.writes[key], x.reads[key]) for key in x.writes)
-    if x.op.what == "loss":
-        # Per micro-batch FP32 sums over the tokens of the step; added in double, in order.
-        step.loss = sum(float(x.writes["loss", m].view(torch.float32)[0]) for m in range(len(step.batch)))
-    return nbytes
+    return sum(_copy(x.writes[key], x.reads[key]) for key in x.writes)
+
+
+def _report(b: CpuBackend, x: Operands, step: StepContext) -> None:
+    # Per micro-batch FP32 sums over the tokens of the step; added in double, in order.
+    step.loss = sum(float(x.reads["loss", m].view(torch.float32)[0]) for m in range(len(step.batch)))
 
 
 def _forward(b: CpuBackend, x: Operands, step: StepContext) -> None:
@@ -298,5 +299,5 @@ def decays(param: ParamSpec) -> bool:
 
 _KERNELS: dict[str, Callable[[CpuBackend, Operands, Any], int | None]] = {
     "input": _input, "load": _move, "forward": _forward, "loss": _loss, "backward": _backward, "pack": _pack,
-    "save": _move, "constants": _constants, "clip": _clip, "update": _update,
+    "save": _move, "report": _report, "constants": _constants, "clip": _clip, "update": _update,
 }  # fmt: skip

@@ -49,7 +49,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        self._executor.wait(self._run, ["save[loss]"])
+        self._executor.wait(self._run, ["report"])
         assert self._context.loss is not None
         return self._context.loss
 
@@ -134,9 +134,15 @@ class Engine:
         return context.loss
 
     def trace(self) -> Trace:
-        """Everything that ran in training so far (flushes first); digests are recomputed from what the lanes did."""
+        """What ran in training since the start or the last `restart_trace`, up to `TRACED_PARTS` parts (flushes first); digests
+        are recomputed from what the lanes did."""
         self.flush()
         return self._executor.trace()
+
+    def restart_trace(self) -> None:
+        """Start recording anew, from the next step on. Flushes first: a trace begins with a prologue."""
+        self.flush()
+        self._executor.restart_trace()
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 

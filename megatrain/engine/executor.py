@@ -9,13 +9,17 @@ A failure on any lane cancels the clock, so every other wait ends at once, and s
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from megatrain.engine.backend import Backend, Ran
-from megatrain.engine.clock import Cancelled, Signal
+from megatrain.engine.clock import Cancelled, Clock, Signal
 from megatrain.schedule.nouns import LANES, Lane, Op, Part, Schedule, part_digest, place, ran_line
 from megatrain.trace import Event, Trace
+
+TRACED_PARTS = 64
+"""A trace keeps this many parts, so that memory stays flat however long the run."""
 
 
 class LaneError(RuntimeError):
@@ -23,7 +27,7 @@ class LaneError(RuntimeError):
 
 
 class PartRun:
-    """One run of a part: what it waits for, what it has done so far, and what follows it."""
+    """One run of a part: what its ops wait for, and what was done so far."""
 
     def __init__(self, number: int, part: Part, previous: PartRun | None, step: Any) -> None:
         self.number, self.part, self.step = number, part, step
@@ -32,8 +36,6 @@ class PartRun:
         self.before = previous.by_name if previous is not None else {}
         self.events: list[Event] = []
         self.lines: dict[str, list[str]] = {lane: [] for lane in LANES}
-        self.following = Signal("more work")
-        self.next: PartRun | None = None
 
     def finished(self) -> bool:
         return all(signal.happened for signal in self.ended)
@@ -48,15 +50,36 @@ class PartRun:
         return waits + [(f"-1:{name}", self.before[name]) for name in op.prev]
 
 
+class _Mailbox:
+    """What one lane has yet to run; one thread puts, one takes."""
+
+    def __init__(self, clock: Clock, lane: Lane) -> None:
+        self._clock, self._lane = clock, lane
+        self._items: deque[PartRun] = deque()
+        self._arrival = Signal("more work")
+
+    def put(self, run: PartRun) -> None:
+        self._items.append(run)
+        arrived, self._arrival = self._arrival, Signal("more work")
+        self._clock.signal(arrived)
+
+    def take(self) -> PartRun:
+        while True:
+            arrival = self._arrival  # read before looking, so that what arrives after the look has signalled it
+            if self._items:
+                return self._items.popleft()
+            self._clock.wait(arrival, f"lane {self._lane} (idle)")
+
+
 class Executor:
     """Lane threads over one backend. `submit` appends a part and returns at once; `drain` waits for all that was submitted."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend, self.clock = backend, backend.clock
         self.runs: list[PartRun] = []
-        self._head = PartRun(-1, Part(name="start", ops=()), None, None)
-        self._tail = self._head
-        self._fresh = True
+        self._unrecorded = 0
+        self._latest: PartRun | None = None  # what the next part's `prev` names refer to; None when everything has ended
+        self._mail = {lane: _Mailbox(self.clock, lane) for lane in LANES}
         self._unfinished: list[PartRun] = []
         self._failure: LaneError | None = None
         self._lock = threading.Lock()  # guards the first failure only
@@ -71,16 +94,20 @@ class Executor:
 
     def submit(self, part: Part, step: Any = None, *, record: bool = True) -> PartRun:
         """Run `part` after what was submitted before. `step` goes to the backend with every op. `record=False` leaves the run
-        out of the trace. Raises `LaneError` if a lane has failed."""
+        out of the trace, as does a trace that has `TRACED_PARTS` already. Raises `LaneError` if a lane has failed."""
         self._raise_failure()
-        run = PartRun(len(self.runs), part, None if self._fresh else self._tail, step)
-        self._fresh = False
-        if record:
+        run = PartRun(len(self.runs), part, self._latest, step)
+        self._latest = run
+        if record and len(self.runs) < TRACED_PARTS:
             self.runs.append(run)
+        elif record:
+            self._unrecorded += 1
+        for old in self._unfinished:
+            if old.finished():
+                old.step = None  # a trace need not hold on to its batches
         self._unfinished = [r for r in self._unfinished if not r.finished()] + [run]
-        tail, self._tail = self._tail, run
-        tail.next = run
-        self.clock.signal(tail.following)
+        for mailbox in self._mail.values():
+            mailbox.put(run)
         return run
 
     def wait(self, run: PartRun, names: Sequence[str] | None = None) -> None:
@@ -97,17 +124,22 @@ class Executor:
         # Each of them: the last part may be empty, or shorter than the one before.
         for run in self._unfinished:
             self.wait(run)
-        self._unfinished = []
-        self._fresh = True
+            run.step = None
+        self._unfinished, self._latest = [], None
+
+    def restart_trace(self) -> None:
+        """Forget what ran, after a `drain`; recording starts again."""
+        self.runs, self._unrecorded = [], 0
 
     def trace(self) -> Trace:
-        """What has run, after a `drain`. Digests are recomputed from what the lanes did."""
+        """What has run, after a `drain`, up to `TRACED_PARTS` parts. Digests are recomputed from what the lanes did."""
         events = [event for run in self.runs for event in run.events]
         return Trace(
             source=self.backend.source,
             parts=tuple(run.part.name for run in self.runs),
             digests=tuple(part_digest(run.lines) for run in self.runs),
             events=tuple(sorted(events)),
+            notes=(f"recording ended after {TRACED_PARTS} parts; {self._unrecorded} more ran",) if self._unrecorded else (),
         )
 
     def close(self) -> None:
@@ -125,11 +157,8 @@ class Executor:
         thread, current = threading.current_thread(), f"lane {lane}"
         try:
             self.backend.enter_lane(lane)
-            run = self._head
             while True:
-                self.clock.wait(run.following, f"lane {lane} (idle)")
-                assert run.next is not None
-                run = run.next
+                run = self._mail[lane].take()
                 for i in run.order_of(lane):
                     current = f"{run.part.name} {run.part.text(i)} on {lane}"
                     self._run_op(run, i, lane)

@@ -150,6 +150,10 @@ def _clip(op: Op, s: _Sizes) -> Needs:
     return Needs("cpu", frozenset({Content("host", Tag("partials"), 0, 4 * sum(s.tiles))}), frozenset(writes))
 
 
+def _report(op: Op, s: _Sizes) -> Needs:
+    return Needs("cpu", frozenset(Content("host", Tag("loss", None, m), 0, 4) for m in range(s.m)), frozenset())
+
+
 def _constants(op: Op, s: _Sizes) -> Needs:
     if not s.early:
         raise ValueError(f"{op.name}: only updates during backward have constants that wait for no norm")
@@ -162,7 +166,7 @@ def _input_op(op: Op, s: _Sizes) -> Needs:
 
 TABLE: dict[str, Callable[[Op, _Sizes], Needs]] = {
     "input": _input_op, "load": _load, "forward": _forward, "loss": _loss, "backward": _backward, "pack": _pack,
-    "save": _save, "constants": _constants, "clip": _clip, "update": _update,
+    "save": _save, "report": _report, "constants": _constants, "clip": _clip, "update": _update,
 }  # fmt: skip
 
 VECTORS = frozenset({"hidden", "dhidden", "saved", "input", "loss"})

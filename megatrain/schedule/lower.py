@@ -162,7 +162,9 @@ class _Step:
             self._emit("loss", "compute", micro=m, reads=reads, writes=writes)
         losses = [(LOSS_NBYTES * m, LOSS_NBYTES * (m + 1), Tag("loss", None, m)) for m in self.micro_batches]
         reads = [self._at("loss", *x) for x in losses]
-        self._emit("save", "d2h", what="loss", reads=reads, writes=[self._at("loss.host", *x) for x in losses])
+        on_host = [self._at("loss.host", *x) for x in losses]
+        self._emit("save", "d2h", what="loss", reads=reads, writes=on_host)
+        self._emit("report", "cpu", reads=on_host)
 
     def _backward(self, place: BlockPlace) -> None:
         b = place.spec.index

@@ -30,11 +30,12 @@ LANES: tuple[Lane, ...] = ("h2d", "compute", "d2h", "cpu")
 Space = Literal["host", "device"]
 
 Kind = Literal[
-    "input", "load", "forward", "loss", "backward", "pack", "save", "constants", "clip", "update",
+    "input", "load", "forward", "loss", "backward", "pack", "save", "report", "constants", "clip", "update",
 ]  # fmt: skip
 """input: the batch goes up. load/save: bytes go up/down. loss: final norm, head forward and (in training) backward of one
-micro-batch. pack: accumulated gradients rounded once, norm partials. constants: the optimizer's constants of a step whose
-updates wait for no norm. clip: finish the norm (and, where updates wait for it, the constants). update: AdamW on a range."""
+micro-batch. pack: accumulated gradients rounded once, norm partials. report: the losses, now on the host, go to whoever asked
+for the step. constants: the optimizer's constants of a step whose updates wait for no norm. clip: finish the norm (and, where
+updates wait for it, the constants). update: AdamW on a range."""
 
 
 class Tag(NamedTuple):

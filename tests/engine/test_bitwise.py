@@ -10,12 +10,28 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatrain.engine.clock import Signal
+from megatrain.engine.cpu import CpuBackend
+from megatrain.engine.engine import Engine
+from megatrain.engine.executor import PartRun
 from megatrain.plan import Plan
 from megatrain.recipe import Precision, Recipe
-from tests.engine.small import Outcome, assert_same_bits, delayed, poisoned, small_model, small_recipe, train
+from megatrain.schedule import Op
+from tests.engine.small import (
+    Outcome,
+    assert_same_bits,
+    delayed,
+    poisoned,
+    random_batches,
+    random_weights,
+    small_model,
+    small_recipe,
+    train,
+)
 from tests.strategies import plans
 
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -78,3 +94,42 @@ def test_a_resident_run_is_reproducible_and_recipes_do_differ() -> None:
     assert_same_bits(again, reference("bf16", False, True))
     with pytest.raises(AssertionError):
         assert_same_bits(again, reference("bf16", False, False))
+
+
+def test_one_lane_at_a_time_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of a part is one possible execution: run it op by op, with no concurrency at all."""
+    backends: list[CpuBackend] = []
+    honest = PartRun.deps_of
+
+    def one_by_one(self: PartRun, op: Op) -> list[tuple[str, Signal]]:
+        i = next(i for i, other in enumerate(self.part.ops) if other is op)
+        if i > 0:
+            backends[0].clock.wait(self.ended[i - 1], op.name)
+        return honest(self, op)
+
+    def wrap(inner: CpuBackend) -> CpuBackend:
+        backends.append(inner)
+        return inner
+
+    monkeypatch.setattr(PartRun, "deps_of", one_by_one)
+    plan = Plan(weight_slots=3, chunk_bytes=4096, update="after", gradient_slots=2)
+    assert_same_bits(train(small_model(), recipe_of("bf16", True), plan, wrap=wrap), reference("bf16", False, True))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_and_padded_rows_under_different_plans(attention: str) -> None:
+    recipe = small_recipe(precision="bf16", attention_mask="segments", attention=attention, micro_batch_size=2)
+    plan = Plan(activations={"default": "recompute", "2-4": "keep"}, chunk_bytes=2048)
+    assert_same_bits(train(small_model(), recipe, plan, wrap=poisoned), train(small_model(), recipe, RESIDENT))
+
+
+def test_the_streamed_plane_is_the_rounding_of_the_master() -> None:
+    """After every step, for every tensor: half away from zero, as the master's two planes are defined."""
+    model, recipe = small_model(tied=True), recipe_of("bf16", True)
+    with Engine(model, recipe, Plan(chunk_bytes=2048), random_weights(model)) as engine:
+        for batch in random_batches(model, recipe, 3):
+            engine.step(batch)
+            streamed = engine.streamed_weights()
+            for name, master in engine.state_dict().items():
+                rounded = ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+                assert torch.equal(streamed[name], rounded), name

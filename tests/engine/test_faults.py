@@ -25,7 +25,7 @@ from sim.simulate import simulate
 from tests.engine.small import Disturbed, poisoned, random_batches, random_weights, small_model, small_recipe, train
 
 PLAN = Plan(weight_slots=2, chunk_bytes=4096, update="next_forward")
-KINDS = ("input", "load", "forward", "loss", "backward", "pack", "save", "clip", "update")
+KINDS = ("input", "load", "forward", "loss", "backward", "pack", "save", "report", "clip", "update")
 
 
 def run_and_compare(plan: Plan = PLAN) -> None:

@@ -13,8 +13,9 @@ from megatrain.engine.cpu import decays
 from megatrain.engine.engine import Engine
 from megatrain.layers.library import hf_config
 from megatrain.model import ModelSpec
+from megatrain.optim.constants import learning_rate
 from megatrain.plan import Plan
-from megatrain.recipe import Recipe
+from megatrain.recipe import AdamW, Recipe
 from megatrain.schedule.layout import place_blocks
 from tests.engine.small import random_batches, random_weights, small_model, small_recipe
 
@@ -39,7 +40,9 @@ def plain_loop(model: ModelSpec, recipe: Recipe, steps: int) -> list[tuple[float
         lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps,
     )  # fmt: skip
     out = []
-    for batch in random_batches(model, recipe, steps):
+    for step, batch in enumerate(random_batches(model, recipe, steps), start=1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(o, step)
         optimizer.zero_grad()
         loss = hf(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
         loss.backward()
@@ -80,6 +83,19 @@ def test_streamed_training_equals_an_ordinary_loop(tied: bool, policy: str) -> N
                 assert norm_of(difference(engine.gradients(), gradients)) <= 1e-5 * norm_of(gradients)
             far = torch.cat([d.abs().flatten() > 1e-5 for d in difference(engine.state_dict(), weights).values()])
             assert float(far.double().mean()) <= 1e-4
+
+
+def test_the_learning_rate_follows_its_schedule() -> None:
+    model = small_model()
+    cosine = AdamW(lr=1e-2, schedule="cosine", warmup_steps=2, total_steps=5, min_lr=1e-3)
+    recipe = small_recipe(optimizer=cosine)
+    expected = plain_loop(model, recipe, 5)
+    with Engine(model, recipe, STREAMED, random_weights(model)) as engine:
+        for batch, (loss, _, _) in zip(random_batches(model, recipe, 5), expected, strict=True):
+            assert engine.step(batch).loss == pytest.approx(loss, rel=1e-4)
+    with Engine(model, small_recipe(optimizer=AdamW(lr=1e-2)), STREAMED, random_weights(model)) as constant:
+        losses = [constant.step(batch).loss for batch in random_batches(model, recipe, 5)]
+    assert losses[-1] != pytest.approx(expected[-1][0], rel=1e-3), "another schedule would be seen"
 
 
 def test_clipping_changes_the_update() -> None:

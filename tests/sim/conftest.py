@@ -58,7 +58,7 @@ def _random_schedule(rng: random.Random) -> Schedule:
             "clip_norm": None if update == "during_backward" else rng.choice([None, 1.0]),
         },
         placement={key: rng.choice(["streamed", "resident"]) for key in keys if rng.random() < 0.6},
-        activations={key: rng.choice(["recompute", "keep"]) for key in keys if key not in ("embedding", "head") and rng.random() < 0.6},
+        activations={key: rng.choice(["recompute", "keep"]) for key in [keys[0], *keys[3:]] if rng.random() < 0.6},
         update=update,
         weight_slots=rng.randint(1, 4),
         gradient_slots=rng.randint(1, 3),
