@@ -81,79 +81,96 @@ class ClockLock:
         self._clock.signal(turn)
 
 
-class _Base:
-    """What both clocks share: the condition, the threads, cancellation."""
+class RealClock:
+    """The machine's monotonic clock, from 0 at its creation. A signal wakes those who wait for it and nobody else."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._base = time.monotonic_ns()
+        self._inner = threading.Lock()  # guards the fields only, never held across a wait
+        self._blocked: dict[threading.Lock, Signal] = {}
         self._threads: list[threading.Thread] = []
         self._cause: BaseException | None = None
-
-    def cancel(self, cause: BaseException) -> None:
-        """End all waits with `Cancelled`. The first cause stands."""
-        with self._changed:
-            self._cancel(cause)
-
-    def _cancel(self, cause: BaseException) -> None:
-        if self._cause is None:
-            self._cause = cause
-        self._changed.notify_all()
-
-    def _block(self) -> None:
-        """One wait on the condition, which the caller holds; cancels the clock if a thread has died."""
-        if not self._changed.wait(_LIVENESS_S):
-            for thread in self._threads:
-                if thread.ident is not None and not thread.is_alive():
-                    self._cancel(RuntimeError(f"thread {thread.name} died"))
-        if self._cause is not None:
-            raise Cancelled(self._cause)
-
-
-class RealClock(_Base):
-    """The machine's monotonic clock, from 0 at its creation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._base = time.monotonic_ns()
 
     def now_ns(self) -> int:
         return time.monotonic_ns() - self._base
 
     def signal(self, signal: Signal) -> None:
-        with self._changed:
+        with self._inner:
             signal.happened = True
-            self._changed.notify_all()
+            if signal.waiters:
+                for gate in [gate for gate, waited in self._blocked.items() if waited is signal]:
+                    del self._blocked[gate]
+                    gate.release()
 
     def wait(self, signal: Signal, who: str) -> None:
-        with self._changed:
+        with self._inner:
             if self._cause is not None:
                 raise Cancelled(self._cause)
-            while not signal.happened:
-                self._block()
+            if signal.happened:
+                return
+            gate = self._gate(signal)
+        while not gate.acquire(timeout=_LIVENESS_S):
+            self._look_for_the_dead()
+        if not signal.happened:
+            assert self._cause is not None
+            raise Cancelled(self._cause)
 
     def sleep(self, ns: int, who: str) -> None:
         end = self.now_ns() + ns
-        with self._changed:
-            while (left := end - self.now_ns()) > 0:
-                self._changed.wait(min(left / 1e9, _LIVENESS_S))
-                if self._cause is not None:
-                    raise Cancelled(self._cause)
+        never = Signal(f"{ns} ns")
+        with self._inner:
+            if self._cause is not None:
+                raise Cancelled(self._cause)
+            gate = self._gate(never)
+        while (left := end - self.now_ns()) > 0:
+            if gate.acquire(timeout=left / 1e9):
+                assert self._cause is not None
+                raise Cancelled(self._cause)
+        with self._inner:
+            self._blocked.pop(gate, None)
 
     def adopt(self, thread: threading.Thread) -> None:
-        with self._changed:
+        with self._inner:
             self._threads.append(thread)
 
     def leave(self, thread: threading.Thread) -> None:
-        with self._changed:
+        with self._inner:
             self._threads.remove(thread)
 
+    def cancel(self, cause: BaseException) -> None:
+        """End all waits with `Cancelled`. The first cause stands."""
+        with self._inner:
+            if self._cause is None:
+                self._cause = cause
+            for gate in self._blocked:
+                gate.release()
+            self._blocked.clear()
 
-class VirtualClock(_Base):
+    def _gate(self, signal: Signal) -> threading.Lock:
+        gate = threading.Lock()
+        gate.acquire()
+        self._blocked[gate] = signal
+        signal.waiters += 1
+        return gate
+
+    def _look_for_the_dead(self) -> None:
+        for thread in dead(self._threads):
+            self.cancel(RuntimeError(f"thread {thread.name} died"))
+
+
+def dead(threads: list[threading.Thread]) -> list[threading.Thread]:
+    """Threads that were started, are counted on, and no longer live."""
+    return [thread for thread in threads if thread.ident is not None and not thread.is_alive()]
+
+
+class VirtualClock:
     """Time that passes only while every participant waits. The thread that drives the engine is a participant too, adopted
     implicitly: virtual time stands still while it computes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._cause: BaseException | None = None
         self._now = 0
         self._running = 1
         self._count = 0
@@ -191,6 +208,24 @@ class VirtualClock(_Base):
             self._threads.remove(thread)
             self._running -= 1
             self._advance_if_all_wait()
+
+    def cancel(self, cause: BaseException) -> None:
+        """End all waits with `Cancelled`. The first cause stands."""
+        with self._changed:
+            self._cancel(cause)
+
+    def _cancel(self, cause: BaseException) -> None:
+        if self._cause is None:
+            self._cause = cause
+        self._changed.notify_all()
+
+    def _block(self) -> None:
+        """One wait on the condition, which the caller holds; cancels the clock if a thread has died."""
+        if not self._changed.wait(_LIVENESS_S):
+            for thread in dead(self._threads):
+                self._cancel(RuntimeError(f"thread {thread.name} died"))
+        if self._cause is not None:
+            raise Cancelled(self._cause)
 
     def _happen(self, signal: Signal) -> None:
         signal.happened = True

@@ -1,88 +1,38 @@
-"""The cpu backend: real kernels on CPU threads, a fixed arena as the device, real copies between it and the host.
+"""The cpu backend: kernels on CPU threads, a fixed arena as the device, real copies between it and the host.
 
-It is the reference of the project: the schedule that will run on CUDA streams runs here with the same ops, slots and bits of
-order, and is compared with plain PyTorch. One kernel a kind; a kernel finds its operands by what their tags say they hold and
-takes bytes from nowhere else.
+It is the reference of the project: the schedule that runs on CUDA streams runs here with the same ops, slots and order, and is
+compared with plain PyTorch.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.engine.backend import BoundRange, Ran
+from megatrain.engine.backend import Base, Ran
 from megatrain.engine.clock import Clock, RealClock
+from megatrain.engine.kernels import Kernels, UpdateCount
 from megatrain.engine.memory import Memory
-from megatrain.layers.embedding import embedding_backward, embedding_forward
-from megatrain.layers.gradients import accumulate
-from megatrain.layers.head import HeadTemplate, head_template
-from megatrain.layers.inputs import layer_inputs
-from megatrain.layers.template import LayerTemplate, layer_templates
-from megatrain.model import BlockSpec, ParamSpec
-from megatrain.optim.constants import clip_factor, step_constants
-from megatrain.optim.kernel import Implementation, adamw_update
-from megatrain.optim.norm import finish_norm, first_nonfinite, n_tiles, norm_partials
-from megatrain.schedule.layout import input_fields
-from megatrain.schedule.nouns import Access, Lane, Op, Schedule
+from megatrain.optim.kernel import adamw_update
+from megatrain.optim.norm import n_tiles, norm_partials
+from megatrain.schedule.nouns import Lane, Op, Schedule
 from megatrain.trace import Source
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-
-class NonFiniteGradient(RuntimeError):
-    """A gradient is Inf or NaN and updates were made before that was known; the state is not to be trusted."""
-
-
-@dataclass(slots=True)
-class StepContext:
-    """What one step brings along and what it finds out. `n_valid` is of the whole step."""
-
-    batch: tuple[dict[str, Tensor], ...]
-    n_valid: int
-    loss: float | None = None
-    norm: float | None = None
-    skipped: str | None = None
-    learning_rate: float | None = None
-
-
-@dataclass(slots=True)
-class UpdateCount:
-    """Applied updates so far: what bias correction and learning rate count. Touched by the cpu lane only."""
-
-    applied: int = 0
-
-
-class Operands(NamedTuple):
-    """One running op with its bytes. `reads` and `writes` are keyed by (what they hold, block; micro-batch for losses)."""
-
-    op: Op
-    reads: dict[tuple[str, int | None], Tensor]
-    writes: dict[tuple[str, int | None], Tensor]
-
-
-@dataclass(slots=True, kw_only=True)
 class CpuBackend:
-    """Runs the ops of `schedule` (training or evaluation, over the same storages) on `memory`."""
+    """Runs the ops of `schedule` on memory of its own. An op has ended when its kernel returns, so a mark is a time."""
 
-    schedule: Schedule
-    memory: Memory
-    counts: UpdateCount = field(default_factory=UpdateCount)
-    clock: Clock = field(default_factory=RealClock)
-    adam: Implementation = "auto"
     source: Source = "cpu"
-    _saved: dict[str, Any] = field(default_factory=dict)
-    _layers: tuple[LayerTemplate, ...] = field(init=False)
-    _head: HeadTemplate = field(init=False)
 
-    def __post_init__(self) -> None:
-        model, recipe = self.schedule.model, self.schedule.recipe
-        self._layers = layer_templates(model, attention=recipe.attention, compiled=recipe.compiled)
-        self._head = head_template(model)
+    def __init__(self, schedule: Schedule, counts: UpdateCount, clock: Clock | None = None) -> None:
+        self.schedule, self.memory, self.clock = schedule, Memory(schedule.storages), clock or RealClock()
+        ops = CpuOps(threads=schedule.plan.adam_threads)
+        self.kernels = Kernels(schedule=schedule, memory=self.memory, device=ops, counts=counts)
 
     def enter_lane(self, lane: Lane) -> None:
         if lane == "compute":
@@ -90,214 +40,47 @@ class CpuBackend:
             torch.set_num_threads(self.schedule.recipe.compute_threads)
 
     def run(self, op: Op, step: Any) -> Ran:
-        reads, read_ranges = self._bind(op.reads)
-        writes, write_ranges = self._bind(op.writes)
-        copied = _KERNELS[op.kind](self, Operands(op, reads, writes), step)
-        nbytes = copied if copied is not None else sum(stop - start for _, start, stop in write_ranges)
-        return Ran(read_ranges, write_ranges, nbytes)
+        return self.kernels.run(op, step)
 
-    def _bind(self, accesses: tuple[Access, ...]) -> tuple[dict[tuple[str, int | None], Tensor], tuple[BoundRange, ...]]:
-        views: dict[tuple[str, int | None], Tensor] = {}
-        ranges: list[BoundRange] = []
-        for access in accesses:
-            if self.memory.storages[access.storage].dynamic:
-                ranges.append((self.memory.storages[access.storage].name, access.start, access.stop))
-                continue
-            view = self.memory.bind(access)
-            what = access.tag.what
-            key = access.tag.micro if what == "loss" else access.tag.block
-            views[what, key] = view
-            ranges.append(self.memory.located(view))
-        return views, tuple(ranges)
+    def mark(self, lane: Lane, *, timed: bool) -> int:
+        return self.clock.now_ns()
 
-    # ---- views ---------------------------------------------------------------------------------------------------------
+    def follow(self, lane: Lane, mark: Any) -> None:
+        pass
 
-    def block(self, index: int) -> BlockSpec:
-        return self.schedule.model.blocks[index]
+    def base(self) -> Base:
+        return None
 
-    def params(self, view: Tensor, block: BlockSpec, dtype: torch.dtype) -> list[Tensor]:
-        """A block's parameters (or their gradients) as shaped views of its bytes."""
-        flat = view.view(dtype)
-        return [flat[p.offset : p.end].view(p.shape) for p in block.params]
+    def clock_notes(self, bases: Sequence[Base]) -> list[str]:
+        return []
 
-    def weights(self, view: Tensor, block: BlockSpec) -> list[Tensor]:
-        return self.params(view, block, DTYPES[self.schedule.recipe.precision])
+    def settle(self, mark: Any) -> None:
+        pass
 
-    def hidden(self, view: Tensor) -> Tensor:
-        recipe = self.schedule.recipe
-        shape = (recipe.micro_batch_size, recipe.seq_len, self.schedule.model.hidden_size)
-        return view.view(DTYPES[recipe.precision]).view(shape)
+    def close(self) -> None:
+        pass
 
-    def inputs(self, view: Tensor) -> dict[str, Tensor]:
-        """A micro-batch's inputs by name, as tensors over its bytes on the device."""
-        return {
-            f.name: view[f.offset_nbytes : f.offset_nbytes + f.nbytes].view(getattr(torch, f.dtype)).view(f.shape)
-            for f in input_fields(self.schedule.model, self.schedule.recipe)
-        }
+    def time_ns(self, base: Base, mark: int) -> int:
+        return mark
 
 
-# ---- kernels: one a kind; each returns the bytes it copied, or None ------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuOps:
+    """Device operations where the device is memory of the host."""
 
+    threads: int
 
-def _copy(target: Tensor, source: Tensor) -> int:
-    """A plain memory copy; the GIL is released while it runs, and torch's threads stay out of it."""
-    if target.numel() != source.numel():
-        raise ValueError(f"copy of {source.numel()} bytes into {target.numel()}")
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
-    return source.numel()
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        # A plain memory copy: the GIL is released while it runs, and torch's threads stay out of it.
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
+    def pack(self, sums: Sequence[Tensor], grads: Sequence[Tensor], partials: Tensor) -> None:
+        at = 0
+        for total, grad in zip(sums, grads, strict=True):
+            grad.copy_(total)
+            count = n_tiles(grad.numel())
+            norm_partials(grad.view(-1), partials[at : at + count])
+            at += count
 
-def _input(b: CpuBackend, x: Operands, step: StepContext) -> int:
-    (target,) = x.writes.values()
-    assert x.op.micro is not None
-    for f in input_fields(b.schedule.model, b.schedule.recipe):
-        value = step.batch[x.op.micro][f.name].contiguous().view(-1)
-        _copy(target[f.offset_nbytes : f.offset_nbytes + f.nbytes], value.view(torch.uint8))
-    return target.numel()
-
-
-def _move(b: CpuBackend, x: Operands, step: StepContext) -> int:
-    return sum(_copy(x.writes[key], x.reads[key]) for key in x.writes)
-
-
-def _report(b: CpuBackend, x: Operands, step: StepContext) -> None:
-    # Per micro-batch FP32 sums over the tokens of the step; added in double, in order.
-    step.loss = sum(float(x.reads["loss", m].view(torch.float32)[0]) for m in range(len(step.batch)))
-
-
-def _forward(b: CpuBackend, x: Operands, step: StepContext) -> None:
-    op = x.op
-    assert op.block is not None
-    block = b.block(op.block)
-    weights, inputs = b.weights(x.reads["weights", op.block], block), b.inputs(x.reads["input", None])
-    if block.layer is None:
-        b.hidden(x.writes["hidden", 1]).copy_(embedding_forward(weights[0], inputs["ids"]))
-        return
-    y, saved = b._layers[block.layer].forward(weights, b.hidden(x.reads["hidden", op.block]), layer_inputs(inputs))
-    b.hidden(x.writes["hidden", op.block + 1]).copy_(y)
-    for a in op.writes:
-        if a.tag.what == "saved":
-            b._saved[b.memory.storages[a.storage].name] = saved
-
-
-def _loss(b: CpuBackend, x: Operands, step: StepContext) -> None:
-    head, recipe = b.schedule.model.blocks[-1], b.schedule.recipe
-    inputs, n_valid = b.inputs(x.reads["input", None]), max(step.n_valid, 1)
-    weights = b.weights(x.reads["weights", head.index], head)
-    if head.tied:
-        weights += b.weights(x.reads["weights", 0], b.block(0))
-    hidden = b.hidden(x.reads["hidden", head.index])
-    if ("dhidden", head.index) not in x.writes:  # evaluation: no gradient is asked for
-        loss = b._head.loss_only(weights, hidden, inputs["targets"], n_valid, recipe.loss_tile)
-    else:
-        accumulators = b.params(x.writes["acc", head.index], head, torch.float32)
-        if head.tied:
-            accumulators += b.params(x.writes["acc", 0], b.block(0), torch.float32)
-        loss, dx = b._head.loss_forward_backward(
-            weights, hidden, inputs["targets"], n_valid, recipe.loss_tile, accumulators, first=x.op.micro == 0
-        )
-        b.hidden(x.writes["dhidden", head.index]).copy_(dx)
-    x.writes["loss", x.op.micro].view(torch.float32)[0] = loss
-
-
-def _backward(b: CpuBackend, x: Operands, step: StepContext) -> None:
-    op = x.op
-    assert op.block is not None
-    block, inputs = b.block(op.block), b.inputs(x.reads["input", None])
-    dy = b.hidden(x.reads["dhidden", op.block + 1])
-    accumulators = b.params(x.writes["acc", op.block], block, torch.float32)
-    first = ("acc", op.block) not in x.reads
-    if block.layer is None:
-        embedding_backward(inputs["ids"], dy, accumulators[0], first=first, padding_idx=b.schedule.model.padding_idx)
-        return
-    template, weights = b._layers[block.layer], b.weights(x.reads["weights", op.block], block)
-    names = [b.memory.storages[a.storage].name for a in op.reads if a.tag.what == "saved"]
-    if names:
-        saved = b._saved.pop(names[0])
-    else:
-        _, saved = template.forward(weights, b.hidden(x.reads["hidden", op.block]), layer_inputs(inputs))
-    dx, grads = template.backward(weights, saved, dy)
-    for accumulator, grad in zip(accumulators, grads, strict=True):
-        accumulate(accumulator, grad, first)
-    b.hidden(x.writes["dhidden", op.block]).copy_(dx)
-
-
-def _pack(b: CpuBackend, x: Operands, step: StepContext) -> None:
-    assert x.op.block is not None
-    block, dtype = b.block(x.op.block), DTYPES[b.schedule.recipe.gradient_dtype]
-    sums = b.params(x.reads["acc", block.index], block, torch.float32)
-    grads = b.params(x.writes["grad", block.index], block, dtype)
-    partials, at = x.writes["partials", None].view(torch.float32), 0
-    for total, grad in zip(sums, grads, strict=True):
-        grad.copy_(total)
-        count = n_tiles(grad.numel())
-        norm_partials(grad.view(-1), partials[at : at + count])
-        at += count
-
-
-def _constants(b: CpuBackend, x: Operands, step: StepContext) -> None:
-    _set_constants(b, x, step, factor=1.0, skip=step.n_valid == 0)
-
-
-def _clip(b: CpuBackend, x: Operands, step: StepContext) -> None:
-    partials = x.reads["partials", None].view(torch.float32).numpy()
-    params = [p for block in b.schedule.model.blocks for p in block.params]
-    bad = first_nonfinite(partials, [n_tiles(p.numel) for p in params], [p.name for p in params])
-    norm = finish_norm(partials)
-    x.writes["norm", None].view(torch.float64).numpy()[:] = (norm, 0.0 if bad is None else 1.0)
-    step.norm = norm
-    if bad is not None:
-        step.skipped = f"non-finite gradient in {bad}"
-    elif step.n_valid == 0:
-        step.skipped = "no valid token in the batch"
-    if ("constants", None) in x.writes:
-        factor = clip_factor(norm, b.schedule.recipe.clip_norm) if bad is None else 1.0
-        _set_constants(b, x, step, factor=factor, skip=step.skipped is not None)
-    elif bad is not None:
-        raise NonFiniteGradient(
-            f"{step.skipped}, and during_backward has updated weights with it already; resume from a checkpoint"
-        )
-
-
-def _set_constants(b: CpuBackend, x: Operands, step: StepContext, *, factor: float, skip: bool) -> None:
-    values = step_constants(b.schedule.recipe.optimizer, b.counts.applied + 1, factor=factor, skip=skip)
-    x.writes["constants", None].view(torch.float32).numpy()[:] = values
-    if not skip:
-        b.counts.applied += 1
-
-
-def _update(b: CpuBackend, x: Operands, step: StepContext) -> None:
-    """Parameters are updated one by one: decay is a matter of the parameter, and padding between them is left alone."""
-    assert x.op.block is not None
-    block = b.block(x.op.block)
-    state = {what: x.writes[what, block.index] for what in ("weights", "lo", "m", "v") if (what, block.index) in x.writes}
-    first = next(a.start for a in x.op.writes if a.tag.what == "m") // 4
-    end = first + state["m"].numel() // 4
-    weight, link = DTYPES[b.schedule.recipe.precision], DTYPES[b.schedule.recipe.gradient_dtype]
-    flat = {
-        "weights": state["weights"].view(weight), "m": state["m"].view(torch.float32), "v": state["v"].view(torch.float32),
-        "grad": x.reads["grad", block.index].view(link),
-    }  # fmt: skip
-    if "lo" in state:
-        flat["lo"] = state["lo"].view(torch.int16)
-    (constants,) = (view for (what, _), view in x.reads.items() if what == "constants")
-    for p in block.params:
-        i, j = max(p.offset, first) - first, min(p.end, end) - first
-        if i < j:
-            cut = {what: plane[i:j] for what, plane in flat.items()}
-            master = (cut["weights"], cut["lo"]) if "lo" in cut else (cut["weights"],)
-            adamw_update(
-                master, cut["m"], cut["v"], cut["grad"], constants.view(torch.float32),
-                decayed=decays(p), threads=b.schedule.plan.adam_threads, implementation=b.adam,
-            )  # fmt: skip
-
-
-def decays(param: ParamSpec) -> bool:
-    """Weight decay applies to matrices, not to norms and biases."""
-    return len(param.shape) > 1
-
-
-_KERNELS: dict[str, Callable[[CpuBackend, Operands, Any], int | None]] = {
-    "input": _input, "load": _move, "forward": _forward, "loss": _loss, "backward": _backward, "pack": _pack,
-    "save": _move, "report": _report, "constants": _constants, "clip": _clip, "update": _update,
-}  # fmt: skip
+    def adamw(self, master: tuple[Tensor, ...], m: Tensor, v: Tensor, grad: Tensor, constants: Tensor, *, decayed: bool) -> None:
+        adamw_update(master, m, v, grad, constants, decayed=decayed, threads=self.threads)

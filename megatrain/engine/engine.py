@@ -15,26 +15,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatrain.engine.backend import Backend
-from megatrain.engine.clock import Clock, RealClock
-from megatrain.engine.cpu import DTYPES, CpuBackend, StepContext, UpdateCount
+from megatrain.engine.clock import Clock
+from megatrain.engine.cpu import CpuBackend
 from megatrain.engine.executor import Executor, PartRun
+from megatrain.engine.kernels import StepContext, UpdateCount
 from megatrain.engine.memory import Memory
-from megatrain.layers.inputs import make_inputs, n_valid
+from megatrain.layers.inputs import DTYPES, make_inputs, n_valid
 from megatrain.model import BlockSpec, ModelSpec, ParamSpec
 from megatrain.optim.master import join, split
 from megatrain.plan import Plan
 from megatrain.recipe import Recipe
 from megatrain.schedule import Schedule, check, lower, lower_evaluation
+from megatrain.schedule.layout import input_fields, input_nbytes
 from megatrain.trace import Trace
+
+if TYPE_CHECKING:
+    from megatrain.engine.cuda import CudaBackend
 
 STEPS_IN_FLIGHT = 2
 """`step` returns before its step has ended; this many may be unfinished before it waits."""
+
+
+class StagedInputs:
+    """Host buffers that batches are laid out in, used in turn: one for each step that may be unfinished, and one to fill."""
+
+    def __init__(self, model: ModelSpec, recipe: Recipe, steps: int, *, pinned: bool) -> None:
+        self._fields = input_fields(model, recipe)
+        nbytes, count = input_nbytes(model, recipe), recipe.micro_batches
+        self._buffers = [
+            [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)] for _ in range(steps)
+        ]
+        self._next = 0
+
+    def fill(self, micro_batches: list[dict[str, Tensor]]) -> tuple[Tensor, ...]:
+        """Each micro-batch's tensors as uint8 [input_nbytes]; they stay until `fill` has been called `steps` times more."""
+        buffers = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        for buffer, tensors in zip(buffers, micro_batches, strict=True):
+            for f in self._fields:
+                value = tensors[f.name].contiguous().view(-1).view(torch.uint8)
+                buffer[f.offset_nbytes : f.offset_nbytes + f.nbytes] = value
+        return tuple(buffers)
 
 
 class StepResult:
@@ -86,19 +113,28 @@ class Engine:
         plan: Plan,
         weights: Mapping[str, Tensor],
         *,
+        device: Literal["cpu", "cuda"] = "cpu",
+        tracing: bool = True,
         clock: Clock | None = None,
-        wrap: Callable[[CpuBackend], Backend] = lambda backend: backend,
+        wrap: Callable[[Any], Backend] = lambda backend: backend,
     ) -> None:
         self.schedule: Schedule = lower(model, recipe, plan)
         self.evaluation: Schedule = lower_evaluation(model, recipe, plan)
         check(self.schedule)
         check(self.evaluation)
-        self.memory = Memory(self.schedule.storages)
+        self._counts = UpdateCount()
+        backend: CpuBackend | CudaBackend
+        if device == "cuda":
+            from megatrain.engine.cuda import CudaBackend
+
+            backend = CudaBackend(self.schedule, self._counts, clock)
+        else:
+            backend = CpuBackend(self.schedule, self._counts, clock)
+        self._backend = backend
+        self.memory: Memory = backend.memory
         self._load(weights)
-        counts, clock = UpdateCount(), clock or RealClock()
-        backend = CpuBackend(schedule=self.schedule, memory=self.memory, counts=counts, clock=clock)
-        self._executor = Executor(wrap(backend))
-        self._counts = counts
+        self._staged = StagedInputs(model, recipe, STEPS_IN_FLIGHT + 1, pinned=device == "cuda")
+        self._executor = Executor(wrap(backend), tracing=tracing)
         self._steps: list[PartRun] = []
         self._warm = False
 
@@ -108,9 +144,9 @@ class Engine:
         """Submit one step. `batch`: `input_ids` [micro_batches x micro_batch_size, seq_len] and what the recipe's mask asks for
         (`megatrain.layers.inputs`). ValueError if its shape is not the recipe's; LaneError if the run has failed."""
         part = self.schedule.body if self._warm else self.schedule.prologue
-        context = self._context(batch)
         if len(self._steps) >= STEPS_IN_FLIGHT:
             self._executor.wait(self._steps.pop(0), ["clip"])
+        context = self._context(batch)  # after the wait: it fills the buffers of a step that has ended
         run = self._executor.submit(part, context)
         self._steps.append(run)
         self._warm = True
@@ -185,6 +221,7 @@ class Engine:
     def close(self) -> None:
         """Stop the lanes. What was not flushed is lost."""
         self._executor.close()
+        self._backend.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -198,20 +235,20 @@ class Engine:
 
     def _context(self, batch: Mapping[str, Tensor]) -> StepContext:
         model, recipe = self.schedule.model, self.schedule.recipe
-        return StepContext(batch=tuple(make_inputs(model, recipe, batch)), n_valid=n_valid(batch))
+        return StepContext(batch=self._staged.fill(make_inputs(model, recipe, batch)), n_valid=n_valid(batch))
 
     def _params(self) -> list[tuple[BlockSpec, ParamSpec]]:
         return [(block, p) for block in self.schedule.model.blocks for p in block.params]
 
     def _plane(self, what: str, block: BlockSpec, p: ParamSpec, dtype: torch.dtype) -> Tensor:
         """One parameter in one of its block's storages, a view of its shape."""
-        return self.memory.named(f"{what}[{block.index}]").view(dtype)[p.offset : p.end].view(p.shape)
+        return self.memory.named(f"{what}[{block.index}]").view(dtype)[p.offset : p.end].view(p.shape).cpu()
 
     def _master(self, block: int) -> Tensor:
-        weights = self.memory.named(f"weights[{block}]")
+        weights = self.memory.named(f"weights[{block}]").cpu()
         if self.schedule.recipe.precision == "fp32":
             return weights.view(torch.float32)
-        return join(weights.view(torch.bfloat16), self.memory.named(f"lo[{block}]").view(torch.int16))
+        return join(weights.view(torch.bfloat16), self.memory.named(f"lo[{block}]").cpu().view(torch.int16))
 
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         known = {p.name for _, p in self._params()}
@@ -235,8 +272,8 @@ class Engine:
             flat = value.reshape(-1)
             target = self.memory.named(f"weights[{block.index}]")
             if self.schedule.recipe.precision == "fp32":
-                target.view(torch.float32)[p.offset : p.end] = flat
+                target.view(torch.float32)[p.offset : p.end].copy_(flat)
             else:
                 hi, lo = split(flat, name=p.name)
-                target.view(torch.bfloat16)[p.offset : p.end] = hi
-                self.memory.named(f"lo[{block.index}]").view(torch.int16)[p.offset : p.end] = lo
+                target.view(torch.bfloat16)[p.offset : p.end].copy_(hi)
+                self.memory.named(f"lo[{block.index}]").view(torch.int16)[p.offset : p.end].copy_(lo)

@@ -26,27 +26,42 @@ class LaneError(RuntimeError):
     """A lane failed; the message names the op, the lane and the reason."""
 
 
-class PartRun:
-    """One run of a part: what its ops wait for, and what was done so far."""
+class Issue(Signal):
+    """The issuing of one op, and the mark its lane had right after it."""
 
-    def __init__(self, number: int, part: Part, previous: PartRun | None, step: Any) -> None:
-        self.number, self.part, self.step = number, part, step
-        self.ended = [Signal(part.text(i)) for i in range(len(part.ops))]
-        self.by_name = {op.name: signal for op, signal in zip(part.ops, self.ended, strict=True)}
+    __slots__ = ("mark",)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.mark: Any = None
+
+
+class PartRun:
+    """One run of a part: what its ops wait for, and what was done so far.
+
+    An op of a lane that runs ahead of its thread (a stream) is `issued` when it has been enqueued, any other when it has ended.
+    """
+
+    def __init__(self, number: int, part: Part, previous: PartRun | None, step: Any, base: Any, recorded: bool) -> None:
+        self.number, self.part, self.step, self.base, self.recorded = number, part, step, base, recorded
+        self.issued = [Issue(part.text(i)) for i in range(len(part.ops))]
+        self.by_name = {op.name: issue for op, issue in zip(part.ops, self.issued, strict=True)}
         self.before = previous.by_name if previous is not None else {}
+        self.marks: list[tuple[int, int, Any, Any]] = []
         self.events: list[Event] = []
         self.lines: dict[str, list[str]] = {lane: [] for lane in LANES}
 
     def finished(self) -> bool:
-        return all(signal.happened for signal in self.ended)
+        """Whether every op has been issued."""
+        return all(issue.happened for issue in self.issued)
 
     def order_of(self, lane: Lane) -> list[int]:
         """The ops of `lane`, in order, as positions in the part."""
         return [i for i, op in enumerate(self.part.ops) if op.lane == lane]
 
-    def deps_of(self, op: Op) -> list[tuple[str, Signal]]:
-        """What `op` waits for: names as a digest has them, and the signals."""
-        waits = [(self.part.ops[d].name, self.ended[d]) for d in op.deps]
+    def deps_of(self, op: Op) -> list[tuple[str, Issue]]:
+        """What `op` waits for: names as a digest has them, and the issues."""
+        waits = [(self.part.ops[d].name, self.issued[d]) for d in op.deps]
         return waits + [(f"-1:{name}", self.before[name]) for name in op.prev]
 
 
@@ -74,13 +89,14 @@ class _Mailbox:
 class Executor:
     """Lane threads over one backend. `submit` appends a part and returns at once; `drain` waits for all that was submitted."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend, self.clock = backend, backend.clock
+    def __init__(self, backend: Backend, *, tracing: bool = True) -> None:
+        self.backend, self.clock, self.tracing = backend, backend.clock, tracing
         self.runs: list[PartRun] = []
         self._unrecorded = 0
         self._latest: PartRun | None = None  # what the next part's `prev` names refer to; None when everything has ended
         self._mail = {lane: _Mailbox(self.clock, lane) for lane in LANES}
-        self._unfinished: list[PartRun] = []
+        self._unfinished: list[PartRun] = []  # parts with ops that have not been issued
+        self._reached: dict[Lane, Any] = {}  # each lane's latest mark
         self._failure: LaneError | None = None
         self._lock = threading.Lock()  # guards the first failure only
         self._closed = False
@@ -96,9 +112,11 @@ class Executor:
         """Run `part` after what was submitted before. `step` goes to the backend with every op. `record=False` leaves the run
         out of the trace, as does a trace that has `TRACED_PARTS` already. Raises `LaneError` if a lane has failed."""
         self._raise_failure()
-        run = PartRun(len(self.runs), part, self._latest, step)
+        recorded = record and self.tracing and len(self.runs) < TRACED_PARTS
+        base = self.backend.base() if recorded else None
+        run = PartRun(len(self.runs), part, self._latest, step, base, recorded)
         self._latest = run
-        if record and len(self.runs) < TRACED_PARTS:
+        if recorded:
             self.runs.append(run)
         elif record:
             self._unrecorded += 1
@@ -112,10 +130,12 @@ class Executor:
 
     def wait(self, run: PartRun, names: Sequence[str] | None = None) -> None:
         """Wait until the named ops of `run` (all of them by default) have ended. Raises `LaneError`."""
-        signals = run.ended if names is None else [run.by_name[name] for name in names]
+        issues = run.issued if names is None else [run.by_name[name] for name in names]
         try:
-            for signal in signals:
-                self.clock.wait(signal, "the caller")
+            for issue in issues:
+                self.clock.wait(issue, "the caller")
+            for issue in issues:
+                self.backend.settle(issue.mark)
         except Cancelled as cancelled:
             self._raise_failure(cancelled)
 
@@ -125,6 +145,10 @@ class Executor:
         for run in self._unfinished:
             self.wait(run)
             run.step = None
+        for mark in self._reached.values():
+            self.backend.settle(mark)
+        for run in self.runs:
+            self._note_times(run)
         self._unfinished, self._latest = [], None
 
     def restart_trace(self) -> None:
@@ -132,14 +156,20 @@ class Executor:
         self.runs, self._unrecorded = [], 0
 
     def trace(self) -> Trace:
-        """What has run, after a `drain`, up to `TRACED_PARTS` parts. Digests are recomputed from what the lanes did."""
+        """What has run, after a `drain`, up to `TRACED_PARTS` parts. Digests are recomputed from what the lanes did.
+        ValueError if the executor does not trace."""
+        if not self.tracing:
+            raise ValueError("trace: tracing is off")
         events = [event for run in self.runs for event in run.events]
+        notes = self.backend.clock_notes([run.base for run in self.runs])
+        if self._unrecorded:
+            notes.append(f"recording ended after {TRACED_PARTS} parts; {self._unrecorded} more ran")
         return Trace(
             source=self.backend.source,
             parts=tuple(run.part.name for run in self.runs),
             digests=tuple(part_digest(run.lines) for run in self.runs),
             events=tuple(sorted(events)),
-            notes=(f"recording ended after {TRACED_PARTS} parts; {self._unrecorded} more ran",) if self._unrecorded else (),
+            notes=tuple(notes),
         )
 
     def close(self) -> None:
@@ -179,14 +209,23 @@ class Executor:
         who = run.part.text(i)
         issued = clock.now_ns()
         deps = run.deps_of(op)
-        for _, signal in deps:
-            clock.wait(signal, who)
-        start = clock.now_ns()
+        for _, issue in deps:
+            clock.wait(issue, who)
+            self.backend.follow(lane, issue.mark)
+        start = self.backend.mark(lane, timed=True) if run.recorded else None
         ran: Ran = self.backend.run(op, run.step)
-        end = clock.now_ns()
-        run.events.append(Event(run.number, i, issued, start, end))
-        run.lines[lane].append(ran_line(op.name, [name for name, _ in deps], ran.reads, ran.writes, ran.nbytes))
-        clock.signal(run.ended[i])
+        end = run.issued[i].mark = self._reached[lane] = self.backend.mark(lane, timed=run.recorded)
+        if run.recorded:
+            run.marks.append((i, issued, start, end))
+            run.lines[lane].append(ran_line(op.name, [name for name, _ in deps], ran.reads, ran.writes, ran.nbytes))
+        clock.signal(run.issued[i])
+
+    def _note_times(self, run: PartRun) -> None:
+        """Turn a settled run's marks into times, and let go of them."""
+        for i, issued, start, end in run.marks:
+            start_ns, end_ns = (self.backend.time_ns(run.base, mark) for mark in (start, end))
+            run.events.append(Event(run.number, i, min(issued, start_ns), start_ns, end_ns))
+        run.marks = []
 
     def _fail(self, failure: LaneError, cause: BaseException | None) -> None:
         self.clock.cancel(self._failed(failure, cause))

@@ -1,4 +1,4 @@
-"""Memory of the cpu backend: one fixed arena as the device, one buffer for each host storage.
+"""Memory: one fixed arena on the device, one buffer for each host storage.
 
 Everything a schedule names has its place before the first step. `bind` turns an access into a view of those bytes, and
 `located` turns a view back into (storage, first byte, end byte) by its address: that is what a measured trace records, so binding
@@ -24,9 +24,9 @@ ALIGN_NBYTES = 256
 class Memory:
     """The bytes of a schedule's storages. Dynamic storages (saved activations) have none here: they are opaque handles."""
 
-    def __init__(self, storages: tuple[Storage, ...]) -> None:
+    def __init__(self, storages: tuple[Storage, ...], device: str = "cpu") -> None:
         self.storages = storages
-        self._arena = _buffer(sum(_round_up(s.nbytes) for s in storages if s.space == "device" and not s.dynamic))
+        self._arena = _buffer(sum(_round_up(s.nbytes) for s in storages if s.space == "device" and not s.dynamic), device)
         self._views: list[Tensor | None] = []
         at = 0
         for storage in storages:
@@ -36,7 +36,7 @@ class Memory:
                 self._views.append(self._arena[at : at + storage.nbytes])
                 at += _round_up(storage.nbytes)
             else:
-                self._views.append(_buffer(storage.nbytes))
+                self._views.append(_buffer(storage.nbytes, "cpu"))
         self._by_address = sorted((view.data_ptr(), i) for i, view in enumerate(self._views) if view is not None and view.numel())
         self._addresses = [address for address, _ in self._by_address]
         self._index = {s.name: i for i, s in enumerate(storages)}
@@ -70,9 +70,9 @@ class Memory:
         return name in self._index
 
 
-def _buffer(nbytes: int) -> Tensor:
+def _buffer(nbytes: int, device: str) -> Tensor:
     """`nbytes` of 0xFF that start at a multiple of `ALIGN_NBYTES`: the bits of a kernel can depend on alignment."""
-    raw = torch.full((nbytes + ALIGN_NBYTES,), 0xFF, dtype=torch.uint8)
+    raw = torch.full((nbytes + ALIGN_NBYTES,), 0xFF, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % ALIGN_NBYTES
     return raw[skip : skip + nbytes]
 

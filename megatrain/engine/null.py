@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatrain.engine.backend import Ran
+from megatrain.engine.backend import Base, Ran
 from megatrain.engine.clock import Clock, VirtualClock
 from megatrain.schedule.nouns import Lane, Op, Schedule
 from megatrain.trace import Source
@@ -29,3 +29,21 @@ class NullBackend:
         reads = tuple((self._storages[a.storage].name, a.start, a.stop) for a in op.reads)
         writes = tuple((self._storages[a.storage].name, a.start, a.stop) for a in op.writes)
         return Ran(reads, writes, op.nbytes)
+
+    def mark(self, lane: Lane, *, timed: bool) -> int:
+        return self.clock.now_ns()
+
+    def follow(self, lane: Lane, mark: Any) -> None:
+        pass
+
+    def base(self) -> Base:
+        return None
+
+    def clock_notes(self, bases: Sequence[Base]) -> list[str]:
+        return []
+
+    def settle(self, mark: Any) -> None:
+        pass
+
+    def time_ns(self, base: Base, mark: int) -> int:
+        return mark

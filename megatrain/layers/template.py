@@ -16,8 +16,10 @@ again. Eager or compiled, the shapes are static: `x` [micro_batch_size, seq_len,
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import FunctionType
 
 import torch
@@ -51,6 +53,7 @@ class LayerTemplate:
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     call: Callable[..., Tensor]
+    lock: threading.Lock
 
     def forward(self, weights: Sequence[Tensor], x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Saved]:
         """The layer's output, shaped as `x`, and what its backward needs.
@@ -62,7 +65,7 @@ class LayerTemplate:
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             bound, anchors = bind_weights(weights)
-            with weight_free(weights, rebinding):
+            with self.lock, weight_free(weights, rebinding):
                 y = self.call(leaf, inputs.cos, inputs.sin, inputs.mask, *bound)
         saved = Saved(output=get_gradient_edge(y), x=leaf, anchors=anchors, rebinding=rebinding)
         return y.detach(), saved
@@ -94,18 +97,14 @@ class LayerTemplate:
 def layer_templates(model: ModelSpec, *, attention: str = "sdpa", compiled: bool = False) -> tuple[LayerTemplate, ...]:
     """A template for each decoder layer; layers of equal structure get the same object.
 
-    `attention` is "sdpa" or "eager". `compiled` runs them through torch.compile with static shapes as one graph; a graph
-    break or reaching the recompile limit is an error, not a silent fall back to eager code. Each call makes templates of its
-    own: while one runs, its module holds that call's weights, so one template must not run on two threads at once.
+    `attention` is "sdpa" or "eager". `compiled` runs them through torch.compile with static shapes as one graph; a graph break
+    or reaching the recompile limit is an error, not a silent fall back to eager code. A structure is built, and compiled, once
+    a process; while a template's forward runs, its module holds that call's weights, so threads take turns at it.
     """
-    built: dict[str, LayerTemplate] = {}
-    for layer in range(model.n_layers):
-        structure = layer_structure(model, layer)
-        if structure not in built:
-            built[structure] = _build(structure, attention, compiled)
-        expected = [p.shape for p in model.layers[layer].params]
-        assert [tuple(s) for s in built[structure].shapes] == expected, (built[structure].shapes, expected)
-    return tuple(built[layer_structure(model, layer)] for layer in range(model.n_layers))
+    found = tuple(_build(layer_structure(model, layer), attention, compiled) for layer in range(model.n_layers))
+    for template, block in zip(found, model.layers, strict=True):
+        assert [tuple(s) for s in template.shapes] == [p.shape for p in block.params], (template.shapes, block.params)
+    return found
 
 
 def layer_structure(model: ModelSpec, layer: int) -> str:
@@ -119,6 +118,7 @@ def layer_structure(model: ModelSpec, layer: int) -> str:
     return json.dumps(config, sort_keys=True, separators=(",", ":"))
 
 
+@lru_cache(maxsize=64)
 def _build(structure: str, attention: str, compiled: bool) -> LayerTemplate:
     # One layer; what its index selects (a layer's type) is the same for all layers of a model that ModelSpec accepts.
     config = hf_config(json.loads(structure) | {"num_hidden_layers": 1, "max_window_layers": 0}, attention)
@@ -137,4 +137,4 @@ def _build(structure: str, attention: str, compiled: bool) -> LayerTemplate:
         # torch counts recompilations by code object: with one each, structures do not use up one another's limit.
         own = FunctionType(call.__code__.replace(), call.__globals__, "layer", None, call.__closure__)
         run = torch.compile(own, fullgraph=True, dynamic=False)
-    return LayerTemplate(structure=structure, names=names, shapes=shapes, call=run)
+    return LayerTemplate(structure=structure, names=names, shapes=shapes, call=run, lock=threading.Lock())

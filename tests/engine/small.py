@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,11 +49,11 @@ def small_recipe(**changes: Any) -> Recipe:
     return Recipe(**fields)
 
 
-def random_weights(model: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
+def random_weights(model: ModelSpec, std: float = 0.1) -> dict[str, Tensor]:
     """Random values everywhere, norms around 1."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return {
-        p.name: torch.randn(p.shape, generator=generator) * 0.1 + float("norm" in p.name)
+        p.name: torch.randn(p.shape, generator=generator) * std + float("norm" in p.name)
         for block in model.blocks
         for p in block.params
     }
@@ -86,10 +86,11 @@ class Outcome:
 
 
 def train(
-    model: ModelSpec, recipe: Recipe, plan: Plan, steps: int = 5, wrap: Callable[[Any], Backend] = lambda b: b, seed: int = 0
+    model: ModelSpec, recipe: Recipe, plan: Plan, steps: int = 5, wrap: Callable[[Any], Backend] = lambda b: b,
+    device: Literal["cpu", "cuda"] = "cpu",
 ) -> Outcome:  # fmt: skip
     """`steps` steps; asserts that what ran is what was scheduled."""
-    with Engine(model, recipe, plan, random_weights(model, seed), wrap=wrap) as engine:
+    with Engine(model, recipe, plan, random_weights(model), device=device, wrap=wrap) as engine:
         results = [engine.step(batch) for batch in random_batches(model, recipe, steps)]
         trace = engine.trace()
         expected = engine.schedule.digests()
@@ -136,6 +137,9 @@ class Disturbed:
 
     def enter_lane(self, lane: Lane) -> None:
         self.inner.enter_lane(lane)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def run(self, op: Op, step: Any) -> Ran:
         self.before(op)

@@ -14,10 +14,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatrain.engine.clock import Signal
 from megatrain.engine.cpu import CpuBackend
 from megatrain.engine.engine import Engine
-from megatrain.engine.executor import PartRun
+from megatrain.engine.executor import Issue, PartRun
 from megatrain.plan import Plan
 from megatrain.recipe import Precision, Recipe
 from megatrain.schedule import Op
@@ -101,10 +100,10 @@ def test_one_lane_at_a_time_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch)
     backends: list[CpuBackend] = []
     honest = PartRun.deps_of
 
-    def one_by_one(self: PartRun, op: Op) -> list[tuple[str, Signal]]:
+    def one_by_one(self: PartRun, op: Op) -> list[tuple[str, Issue]]:
         i = next(i for i, other in enumerate(self.part.ops) if other is op)
         if i > 0:
-            backends[0].clock.wait(self.ended[i - 1], op.name)
+            backends[0].clock.wait(self.issued[i - 1], op.name)
         return honest(self, op)
 
     def wrap(inner: CpuBackend) -> CpuBackend:

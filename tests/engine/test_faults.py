@@ -59,7 +59,8 @@ def test_an_engine_that_drops_an_op_fails_compare(monkeypatch: pytest.MonkeyPatc
 
     def dropping(self: Executor, run: PartRun, i: int, lane: Lane) -> None:
         if run.part.ops[i].name == "update[3.1]":
-            self.clock.signal(run.ended[i])
+            run.issued[i].mark = self.backend.mark(lane, timed=True)
+            self.clock.signal(run.issued[i])
         else:
             honest(self, run, i, lane)
 

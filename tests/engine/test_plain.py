@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megatrain.engine.cpu import decays
 from megatrain.engine.engine import Engine
+from megatrain.engine.kernels import decays
 from megatrain.layers.library import hf_config
 from megatrain.model import ModelSpec
 from megatrain.optim.constants import learning_rate
@@ -28,9 +28,15 @@ def library_model(model: ModelSpec, weights: dict[str, Tensor]) -> PreTrainedMod
     return hf
 
 
-def plain_loop(model: ModelSpec, recipe: Recipe, steps: int) -> list[tuple[float, dict[str, Tensor], dict[str, Tensor]]]:
-    """What anybody would write: (loss, gradients before clipping, weights after the step) for each step."""
-    hf, o = library_model(model, random_weights(model)), recipe.optimizer
+def plain_loop(
+    model: ModelSpec, recipe: Recipe, steps: int, device: str = "cpu", dtype: torch.dtype = torch.float32, std: float = 0.1
+) -> list[tuple[float, dict[str, Tensor], dict[str, Tensor]]]:
+    """What anybody would write: (loss, gradients before clipping, weights after the step) for each step.
+
+    With another `dtype` than FP32, masters and optimizer are FP32 all the same and the model computes in `dtype`.
+    """
+    hf, o = library_model(model, random_weights(model, std)).to(device), recipe.optimizer
+    computing = hf if dtype == torch.float32 else library_model(model, random_weights(model, std)).to(device, dtype)
     shapes = {p.name: p for block in model.blocks for p in block.params}
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for name, parameter in hf.named_parameters():
@@ -44,13 +50,21 @@ def plain_loop(model: ModelSpec, recipe: Recipe, steps: int) -> list[tuple[float
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(o, step)
         optimizer.zero_grad()
-        loss = hf(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+        if computing is not hf:
+            with torch.no_grad():
+                for master, rounded in zip(hf.parameters(), computing.parameters(), strict=True):
+                    rounded.copy_(master)
+            computing.zero_grad()
+        ids = batch["input_ids"].to(device)
+        loss = computing(input_ids=ids, labels=ids).loss
         loss.backward()
-        gradients = {name: p.grad.clone() for name, p in hf.named_parameters()}
+        for master, rounded in zip(hf.parameters(), computing.parameters(), strict=True):
+            master.grad = rounded.grad.float() if computing is not hf else master.grad
+        gradients = {name: p.grad.clone().cpu() for name, p in hf.named_parameters()}
         if recipe.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(hf.parameters(), recipe.clip_norm)
         optimizer.step()
-        out.append((float(loss.detach()), gradients, {name: p.detach().clone() for name, p in hf.named_parameters()}))
+        out.append((float(loss.detach()), gradients, {name: p.detach().cpu().clone() for name, p in hf.named_parameters()}))
     return out
 
 

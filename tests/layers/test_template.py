@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import gc
 import json
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
+import megatrain.layers.template as template_module
 from megatrain.layers.inputs import LayerInputs, rotary_tables
 from megatrain.layers.library import CLASSES, hf_config
 from megatrain.layers.saved import WeightView
@@ -20,6 +22,13 @@ from tests.layers.small import ARCHITECTURES, filled_slot, library_model, slot_v
 
 DTYPES = (torch.float32, torch.bfloat16)
 T = 13
+
+
+@pytest.fixture(autouse=True)
+def own_templates() -> Iterator[None]:
+    """What a test compiles with another backend must not be found by the next."""
+    yield
+    template_module._build.cache_clear()
 
 
 def make(
@@ -173,8 +182,7 @@ def test_layers_share_a_template_exactly_when_their_structure_is_equal() -> None
     assert layer_structure(base, 0) == layer_structure(same, 4)
     for change in ({"rms_norm_eps": 1e-5}, {"hidden_act": "gelu"}, {"num_key_value_heads": 3}, {"head_dim": 12}):
         assert layer_structure(ModelSpec.from_config(small_config("qwen2", **change)), 0) != layer_structure(base, 0)
-    # Templates of different calls share no module: two engines may run on two threads.
-    assert templates[0].call is not layer_templates(base)[0].call
+    assert templates[0] is layer_templates(same)[4]
 
 
 def test_wrong_weights_and_layers_are_refused() -> None:
@@ -197,6 +205,7 @@ def test_a_compiled_layer_keeps_no_weight_either(
 ) -> None:
     """`aot_eager` saves through the same seam as the default backend, without its code generation."""
     model, block, slot, x, dy, inputs = make("qwen3", dtype)
+    template_module._build.cache_clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     template = layer_templates(model, compiled=True)[1]
     weights = slot_views(slot.clone(), block, dtype)
@@ -216,6 +225,7 @@ def test_a_compiled_layer_keeps_no_weight_either(
 
 def test_a_change_of_shape_beyond_the_recompile_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model, block, slot, x, _, _ = make("llama", torch.float32)
+    template_module._build.cache_clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     template, weights = layer_templates(model, compiled=True)[1], slot_views(slot, block, torch.float32)
     with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(FailOnRecompileLimitHit):

@@ -1,0 +1,160 @@
+"""The cuda backend: lanes as streams, deps as events.
+
+A lane's thread enqueues its ops on the lane's stream and runs ahead of the device; the cpu lane works on its thread. A mark of a
+stream is an event. What follows a mark of another stream makes its stream wait for the event; what follows one on the cpu lane
+waits on the host for that event, and for nothing else. The executor asks for neither before the event was recorded.
+
+After warm-up nothing here allocates, frees or synchronises: the arena holds every slot, staged inputs and copied planes are
+registered with the driver at their exact size, and temporaries come from PyTorch's cached blocks of the compute stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+# cuBLAS reads this when its first handle is made. A workspace of a fixed size belongs to the bits of a product.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+from torch import Tensor
+
+from megatrain.engine import triton_kernels
+from megatrain.engine.backend import Ran
+from megatrain.engine.clock import Clock, RealClock
+from megatrain.engine.kernels import Kernels, UpdateCount
+from megatrain.engine.memory import Memory
+from megatrain.optim.norm import n_tiles
+from megatrain.recipe import Recipe
+from megatrain.schedule.nouns import Lane, Op, Schedule
+from megatrain.trace import Source
+
+
+class CudaBase(NamedTuple):
+    """An event on an idle stream, and the clock's time just before and after it was enqueued."""
+
+    event: torch.cuda.Event
+    before_ns: int
+    after_ns: int
+
+
+class CudaBackend:
+    """Runs the ops of `schedule` on the current CUDA device. RuntimeError where there is none."""
+
+    source: Source = "cuda"
+
+    def __init__(self, schedule: Schedule, counts: UpdateCount, clock: Clock | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError("the cuda backend needs a CUDA device")
+        configure(schedule.recipe)
+        self.schedule, self.clock = schedule, clock or RealClock()
+        self.memory = Memory(schedule.storages, "cuda")
+        self._pinned = [self.memory.named(name) for name in sorted(copied(schedule))]
+        for view in self._pinned:
+            # At its exact size, and touched before by all threads: faulting pages in is the slow part of pinning.
+            error = int(torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0))
+            if error:
+                raise MemoryError(f"pinning {view.numel()} bytes of host memory failed: CUDA error {error}")
+        self.kernels = Kernels(schedule=schedule, memory=self.memory, device=CudaOps(), counts=counts)
+        # Copies first: where the device must choose, a short copy lets long computation start.
+        self._streams: dict[Lane, torch.cuda.Stream] = {
+            "h2d": torch.cuda.Stream(priority=-1), "d2h": torch.cuda.Stream(priority=-1), "compute": torch.cuda.Stream(),
+        }  # fmt: skip
+        self._idle = torch.cuda.Stream(priority=-1)
+        torch.cuda.synchronize()  # the arena was filled on the default stream
+
+    def close(self) -> None:
+        """Wait for the device and give pinned memory back to the driver."""
+        torch.cuda.synchronize()
+        for view in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
+        self._pinned = []
+
+    def enter_lane(self, lane: Lane) -> None:
+        if lane in self._streams:
+            torch.cuda.set_stream(self._streams[lane])
+
+    def run(self, op: Op, step: Any) -> Ran:
+        return self.kernels.run(op, step)
+
+    def mark(self, lane: Lane, *, timed: bool) -> int | torch.cuda.Event:
+        if lane not in self._streams:
+            return self.clock.now_ns()
+        event = torch.cuda.Event(enable_timing=timed, blocking=True)
+        event.record(self._streams[lane])
+        return event
+
+    def follow(self, lane: Lane, mark: int | torch.cuda.Event) -> None:
+        if isinstance(mark, int):
+            return
+        if lane in self._streams:
+            self._streams[lane].wait_event(mark)
+        else:
+            mark.synchronize()
+
+    def settle(self, mark: int | torch.cuda.Event) -> None:
+        if not isinstance(mark, int):
+            mark.synchronize()
+
+    def base(self) -> CudaBase:
+        event = torch.cuda.Event(enable_timing=True)
+        before = self.clock.now_ns()
+        event.record(self._idle)
+        return CudaBase(event, before, self.clock.now_ns())
+
+    def time_ns(self, base: CudaBase, mark: int | torch.cuda.Event) -> int:
+        if isinstance(mark, int):
+            return mark
+        # Events count milliseconds in FP32 from each other, so a base a part keeps the rounding under a microsecond.
+        return base.after_ns + round(float(base.event.elapsed_time(mark)) * 1e6)
+
+    def clock_notes(self, bases: Sequence[CudaBase]) -> list[str]:
+        if len(bases) < 2:
+            return []
+        residuals = [
+            abs((b.after_ns - a.after_ns) - round(a.event.elapsed_time(b.event) * 1e6))
+            for a, b in itertools.pairwise(bases)
+        ]
+        return [f"device and host clocks agree to {max(residuals)} ns from part to part (one event a part on an idle stream)"]
+
+
+class CudaOps:
+    """Device operations on the current stream."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def pack(self, sums: Sequence[Tensor], grads: Sequence[Tensor], partials: Tensor) -> None:
+        at = 0
+        for total, grad in zip(sums, grads, strict=True):
+            count = n_tiles(grad.numel())
+            triton_kernels.pack(total.view(-1), grad.view(-1), partials[at : at + count])
+            at += count
+
+    def adamw(self, master: tuple[Tensor, ...], m: Tensor, v: Tensor, grad: Tensor, constants: Tensor, *, decayed: bool) -> None:
+        triton_kernels.adamw(master, m, v, grad, constants, decayed=decayed)
+
+
+def configure(recipe: Recipe) -> None:
+    """Set what PyTorch keeps per process: full FP32 products, and for a deterministic recipe only repeatable kernels.
+
+    The backward of cuDNN's attention is not repeatable, flash attention's is when asked.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.use_deterministic_algorithms(recipe.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cuda.enable_cudnn_sdp(not recipe.deterministic)
+    torch.backends.cuda.enable_mem_efficient_sdp(not recipe.deterministic)
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.backends.cuda.enable_math_sdp(True)
+
+
+def copied(schedule: Schedule) -> frozenset[str]:
+    """Host storages that copies to or from the device touch: these are registered with the driver."""
+    ops = (*schedule.prologue.ops, *schedule.body.ops, *schedule.epilogue.ops)
+    touched = {a.storage for op in ops if op.kind in ("load", "save") for a in (*op.reads, *op.writes)}
+    return frozenset(schedule.storages[i].name for i in touched if schedule.storages[i].space == "host")

@@ -1,0 +1,111 @@
+"""GPU kernels in Triton: AdamW and packing, each the twin of a CPU kernel to the bit.
+
+Both are bound by memory. Their bits are those of `megatrain.optim`: contraction into FMA is off, division and square root are
+correctly rounded, FP64 where the specification has it, and the norm's tree adds pairs, whose order cannot matter.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatrain.optim.constants import (
+    BETA1,
+    BETA2,
+    DECAY,
+    EPS,
+    FACTOR,
+    INV_SQRT_BC2,
+    ONE_MINUS_BETA1,
+    ONE_MINUS_BETA2,
+    SKIP,
+    STEP_SIZE,
+)
+from megatrain.optim.norm import n_tiles
+from megatrain.recipe import NORM_TILE
+
+_INDEX = {
+    "I_SKIP": SKIP, "I_FACTOR": FACTOR, "I_BETA1": BETA1, "I_OMB1": ONE_MINUS_BETA1, "I_BETA2": BETA2, "I_OMB2": ONE_MINUS_BETA2,
+    "I_INV": INV_SQRT_BC2, "I_EPS": EPS, "I_STEP": STEP_SIZE, "I_DECAY": DECAY,
+}  # fmt: skip
+_BLOCK = 1024
+
+
+@triton.jit
+def _adamw(
+    hi, lo, m, v, g, c, n,
+    SPLIT: tl.constexpr, DECAYED: tl.constexpr, BLOCK: tl.constexpr,
+    I_SKIP: tl.constexpr, I_FACTOR: tl.constexpr, I_BETA1: tl.constexpr, I_OMB1: tl.constexpr, I_BETA2: tl.constexpr,
+    I_OMB2: tl.constexpr, I_INV: tl.constexpr, I_EPS: tl.constexpr, I_STEP: tl.constexpr, I_DECAY: tl.constexpr,
+):  # fmt: skip
+    if tl.load(c + I_SKIP) != 0.0:
+        return
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < n
+    gi = tl.load(g + at, mask=live, other=0.0).to(tl.float64) * tl.load(c + I_FACTOR).to(tl.float64)
+    mi = tl.load(m + at, mask=live, other=0.0).to(tl.float64)
+    vi = tl.load(v + at, mask=live, other=0.0).to(tl.float64)
+    mi = tl.load(c + I_BETA1).to(tl.float64) * mi + tl.load(c + I_OMB1).to(tl.float64) * gi
+    vi = tl.load(c + I_BETA2).to(tl.float64) * vi + tl.load(c + I_OMB2).to(tl.float64) * (gi * gi)
+    d = tl.sqrt(vi) * tl.load(c + I_INV).to(tl.float64) + tl.load(c + I_EPS).to(tl.float64)
+    if SPLIT:
+        upper = tl.load(hi + at, mask=live, other=0).to(tl.int32)
+        w = ((upper << 16) + tl.load(lo + at, mask=live, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        w = tl.load(hi + at, mask=live, other=0.0)
+    wd = w.to(tl.float64)
+    if DECAYED:
+        wd = wd * tl.load(c + I_DECAY).to(tl.float64)
+    w = (wd - tl.load(c + I_STEP).to(tl.float64) * (mi / d)).to(tl.float32)
+    tl.store(m + at, mi.to(tl.float32), mask=live)
+    tl.store(v + at, vi.to(tl.float32), mask=live)
+    if SPLIT:
+        bits = w.to(tl.int32, bitcast=True)
+        # The canonical NaN of the device would round up to a hi of -0; keep it a NaN.
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
+        upper = (bits + 0x8000) >> 16
+        tl.store(hi + at, upper.to(tl.int16), mask=live)
+        tl.store(lo + at, (bits - (upper << 16)).to(tl.int16), mask=live)
+    else:
+        tl.store(hi + at, w, mask=live)
+
+
+def adamw(master: tuple[Tensor, ...], m: Tensor, v: Tensor, grad: Tensor, constants: Tensor, *, decayed: bool) -> None:
+    """`megatrain.optim.kernel.adamw_update` for CUDA tensors, on the current stream. Same bits."""
+    split, n = len(master) == 2, m.numel()
+    # BF16 planes are handled as the integers they are.
+    first = master[0].view(torch.int16) if split else master[0]
+    _adamw[(triton.cdiv(n, _BLOCK),)](
+        first, master[1] if split else first, m, v, grad, constants, n,
+        SPLIT=split, DECAYED=decayed, BLOCK=_BLOCK, enable_fp_fusion=False, **_INDEX,
+    )  # fmt: skip
+
+
+@triton.jit
+def _pack(sums, grads, partials, n, TILE: tl.constexpr, LEVELS: tl.constexpr):
+    # One program a tile. A level of the tree adds the upper half to the lower: a sum of two, which no order can change.
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    live = at < n
+    x = tl.load(sums + at, mask=live, other=0.0).to(grads.dtype.element_ty)
+    tl.store(grads + at, x, mask=live)
+    x = x.to(tl.float32)
+    x = x * x
+    for level in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, (2, TILE >> (level + 1))), axis=0)
+    tl.store(partials + tl.program_id(0) + tl.arange(0, 1), x)
+
+
+def pack(sums: Tensor, grads: Tensor, partials: Tensor) -> None:
+    """Round `sums` (FP32, contiguous) to the type of `grads` and write the norm partials of what was rounded, as
+    `megatrain.optim.norm.norm_partials` has them, to `partials` (FP32 [n_tiles]). On the current stream."""
+    n = sums.numel()
+    # A tile that is not full is a tree over the next power of two: what is missing would add zeros.
+    tile = min(NORM_TILE, max(1, 1 << (n - 1).bit_length()))
+    assert partials.numel() == n_tiles(n)
+    warps = 16 if tile > 8192 else 4
+    # Without fusion: a square fused into the first sum would round once where the tree rounds twice.
+    _pack[(partials.numel(),)](
+        sums, grads, partials, n, TILE=tile, LEVELS=tile.bit_length() - 1, num_warps=warps, enable_fp_fusion=False
+    )

@@ -1,0 +1,430 @@
+"""Every check that needs a GPU, in order of priority: `python -m papers.h200.checks --out DIR [names ...]`.
+
+A preflight of under a minute comes first (imports, a copy, a step on each backend) and stops at the first failure. Each check
+then writes one JSON line to DIR/checks.jsonl as soon as it is done, so that a run that is cut short keeps what it has. A failing
+check is reported and the next one runs. `--device cpu` rehearses the same code on a machine without a GPU, at small sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatrain.derive import by_cause, derive
+from megatrain.engine.engine import Engine
+from megatrain.model import ModelSpec
+from megatrain.optim.constants import step_constants
+from megatrain.optim.kernel import adamw_update
+from megatrain.optim.norm import n_tiles, norm_partials
+from megatrain.plan import Plan
+from megatrain.recipe import AdamW, Recipe
+from tests.engine.small import (
+    assert_same_bits,
+    delayed,
+    poisoned,
+    random_batches,
+    random_weights,
+    small_model,
+    small_recipe,
+    train,
+)
+
+Device = Literal["cpu", "cuda"]
+QWEN25: dict[str, dict[str, Any]] = {
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+             "num_key_value_heads": 2, "vocab_size": 151936},
+    "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152064},
+}  # fmt: skip
+
+
+def qwen(name: str, **changes: Any) -> ModelSpec:
+    """A Qwen2.5 shape with an untied head."""
+    fields = {"model_type": "qwen2", "rope_theta": 1e6, "max_position_embeddings": 32768, **QWEN25[name], **changes}
+    return ModelSpec.from_config(fields, name=f"Qwen2.5-{name}")
+
+
+class RandomWeights(Mapping[str, Tensor]):
+    """Weights made when asked for, on the device, one at a time: 0.02 x normal, norms 1."""
+
+    def __init__(self, model: ModelSpec, device: Device) -> None:
+        self._shapes = {p.name: p.shape for block in model.blocks for p in block.params}
+        self._device = device
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if "norm" in name:
+            return torch.ones(shape)
+        generator = torch.Generator(self._device).manual_seed(hash_of(name))
+        return (torch.randn(shape, generator=generator, device=self._device) * 0.02).bfloat16()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def hash_of(name: str) -> int:
+    return int.from_bytes(name.encode()[-6:], "little")
+
+
+def batches(model: ModelSpec, recipe: Recipe, count: int) -> list[dict[str, Tensor]]:
+    """Distinct random tokens."""
+    generator = torch.Generator().manual_seed(7)
+    shape = (recipe.micro_batches * recipe.micro_batch_size, recipe.seq_len)
+    return [{"input_ids": torch.randint(0, model.vocab_size, shape, generator=generator)} for _ in range(count)]
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------------
+
+
+def preflight(device: Device) -> dict[str, Any]:
+    import simpy
+    import transformers
+
+    found = {"torch": torch.__version__, "transformers": transformers.__version__, "simpy": simpy.__version__}
+    if device == "cuda":
+        found["gpu"] = torch.cuda.get_device_name()
+        host = torch.arange(1 << 20, dtype=torch.int32)
+        assert torch.equal(host.cuda().cpu(), host)
+    model, recipe, plan = small_model(), small_recipe(precision="bf16"), Plan(chunk_bytes=4096)
+    for where in dict.fromkeys(("cpu", device)):
+        found[f"norm on {where}"] = train(model, recipe, plan, steps=1, device=where).norms[0]
+    return found
+
+
+def kernels(device: Device) -> dict[str, Any]:
+    """AdamW and pack on the device have the bits of the CPU kernels."""
+    from megatrain.engine import triton_kernels
+
+    generator = torch.Generator().manual_seed(3)
+    n, checked, worst = 3_000_017, 0, []
+    for spread in (0.0, 8.0):
+        def draw(sign: bool = True, n: int = n, spread: float = spread) -> Tensor:
+            x = torch.randn(n, generator=generator) * 10 ** (spread * torch.randn(n, generator=generator).clamp(-3, 3))
+            return x if sign else x.abs()
+
+        for link in (torch.bfloat16, torch.float32):
+            for split in (True, False):
+                for decayed in (True, False):
+                    hi, m, v, g = draw().bfloat16(), draw(), draw(False), draw().to(link)
+                    lo = torch.randint(-32768, 32768, (n,), generator=generator).short()
+                    master = (hi, lo) if split else (draw(),)
+                    constants = torch.from_numpy(step_constants(AdamW(), 3, factor=0.37))
+                    old = [t.clone() for t in (*master, m, v, g)]
+                    names = ["hi", "lo", "m", "v"] if split else ["w", "m", "v"]
+                    there = [t.cuda() for t in (*master, m, v, g, constants)]
+                    adamw_update(master, m, v, g, constants, decayed=decayed, threads=16)
+                    k = len(master)
+                    triton_kernels.adamw(tuple(there[:k]), *there[k:], decayed=decayed)
+                    case = f"{link} split={split} decayed={decayed} spread={spread}"
+                    for here, other, name in zip((*master, m, v), there, names[-len(master) - 2 :], strict=False):
+                        as_bits = torch.int16 if here.element_size() == 2 else torch.int32
+                        where = (here.view(as_bits) != other.cpu().view(as_bits)).nonzero().flatten()[:4]
+                        if len(where):
+                            worst.append(f"{name} {case}: {[(float(here[i]), float(other[i]), *(float(x[i]) for x in old)) for i in where]}")
+                        checked += here.numel()
+    for size in (1, 7, 4097, 65535, 65536, 65537, 1_000_003):
+        for link in (torch.bfloat16, torch.float32):
+            sums = torch.randn(size, generator=generator)
+            grad, partials = sums.to(link), torch.empty(n_tiles(size))
+            norm_partials(grad, partials)
+            on_device, found = torch.empty(size, dtype=link, device="cuda"), torch.empty(n_tiles(size), device="cuda")
+            triton_kernels.pack(sums.cuda(), on_device, found)
+            assert torch.equal(on_device.cpu(), grad)
+            assert torch.equal(found.cpu(), partials), f"partials of {size} {link}"
+    assert not worst, worst
+    return {"values compared": checked}
+
+
+def plain_fp32(device: Device) -> dict[str, Any]:
+    """FP32, eager: the engine against an ordinary PyTorch loop, 5 steps."""
+    from tests.engine.test_plain import difference, norm_of, plain_loop
+
+    model, recipe = small_model(tied=True), small_recipe()
+    worst_loss = worst_gradient = 0.0
+    expected = plain_loop(model, recipe, 5, device)
+    with Engine(model, recipe, Plan(chunk_bytes=2048), random_weights(model), device=device) as engine:
+        for batch, (loss, gradients, _) in zip(random_batches(model, recipe, 5), expected, strict=True):
+            result = engine.step(batch)
+            worst_loss = max(worst_loss, abs(result.loss - loss) / loss)
+            worst_gradient = max(worst_gradient, norm_of(difference(engine.gradients(), gradients)) / norm_of(gradients))
+    assert worst_loss <= 1e-5 and worst_gradient <= 1e-4, (worst_loss, worst_gradient)
+    return {"loss, relative": worst_loss, "gradient, of its norm": worst_gradient}
+
+
+PLANS: dict[str, Plan] = {
+    "resident, kept": Plan(placement={"default": "resident"}, activations={"default": "keep"}, update="after", chunk_bytes=0),
+    "streamed, depth 1": Plan(weight_slots=1, gradient_slots=1, chunk_bytes=0),
+    "streamed, depth 2, after": Plan(weight_slots=2, chunk_bytes=4096, update="after"),
+    "streamed, depth 3, kept": Plan(weight_slots=3, chunk_bytes=2048, activations={"default": "keep"}),
+    "streamed, depth 4": Plan(weight_slots=4, vocab_slots=2, gradient_slots=3, chunk_bytes=1024),
+    "mixed": Plan(
+        placement={"default": "streamed", "embedding": "resident", "0-2": "resident"},
+        activations={"default": "recompute", "1-4": "keep"},
+    ),
+    "mixed, after": Plan(
+        placement={"default": "resident", "head": "streamed", "3-5": "streamed"}, update="after", chunk_bytes=512
+    ),
+    "resident, recomputed": Plan(placement={"default": "resident"}),
+    "kept, depth 1": Plan(activations={"default": "keep"}, weight_slots=1, chunk_bytes=8192),
+}  # fmt: skip
+FREE_PLANS: dict[str, Plan] = {
+    "during_backward, depth 2": Plan(update="during_backward", weight_slots=2, chunk_bytes=2048),
+    "during_backward, mixed": Plan(
+        update="during_backward", placement={"default": "streamed", "2-4": "resident", "head": "resident"}
+    ),
+}  # fmt: skip
+
+
+def bitwise(device: Device) -> dict[str, Any]:
+    """BF16, deterministic: equal bits after 5 steps over plans, with slots poisoned and lanes delayed; eager and compiled."""
+    done: dict[str, Any] = {}
+    sizes = {"hidden_size": 192, "intermediate_size": 520, "vocab_size": 1031}
+    for compiled in (False, True):
+        for tied in (False, True):
+            model = small_model(tied=tied, **sizes)
+            changes = {"precision": "bf16", "seq_len": 40, "compiled": compiled, "loss_tile": 16}
+            clipped, free = small_recipe(**changes), small_recipe(**changes, clip_norm=None)
+            for recipe, plans in ((clipped, PLANS), (free, FREE_PLANS | {"streamed": PLANS["streamed, depth 4"]})):
+                reference = train(model, recipe, PLANS["resident, kept"], device=device)
+                for name, plan in plans.items():
+                    assert_same_bits(train(model, recipe, plan, device=device), reference)
+                    done[f"{'compiled' if compiled else 'eager'} {'tied' if tied else 'untied'} {name}"] = True
+            plan = PLANS["streamed, depth 3, kept"]
+            reference = train(model, clipped, PLANS["resident, kept"], device=device)
+            assert_same_bits(train(model, clipped, plan, wrap=poisoned, device=device), reference)
+            for seed in range(2):
+                assert_same_bits(train(model, clipped, plan, wrap=delayed(seed), device=device), reference)
+            if device == "cpu":
+                return {"rehearsed": len(done)}
+    return {"plans equal": len(done)}
+
+
+def overlap(device: Device) -> dict[str, Any]:
+    """Qwen2.5-0.5B's shape, all layers streamed, depth 2, 8,192 tokens, 10 steps, twice: (a) and (b) of the promise."""
+    small = device == "cpu"
+    model = qwen("0.5B", **({"hidden_size": 56, "intermediate_size": 96, "vocab_size": 211, "num_hidden_layers": 4} if small else {}))
+    out: dict[str, Any] = {}
+    for policy, clip in (("during_backward", None), ("next_forward", 1.0)):
+        for repeat in range(2):
+            recipe = Recipe(
+                micro_batches=1, micro_batch_size=2 if small else 8, seq_len=16 if small else 1024, clip_norm=clip,
+                compiled=not small, loss_tile=4096,
+            )  # fmt: skip
+            placement = {"default": "streamed", "embedding": "resident", "head": "resident"}
+            plan = Plan(placement=placement, update=policy, weight_slots=2, gradient_slots=2, host_gradient_slots=4, adam_threads=2 if small else 14)  # type: ignore[arg-type]  # fmt: skip
+            out[f"{policy} {repeat}"] = measured(model, recipe, plan, device, steps=10)
+    return out
+
+
+def measured(model: ModelSpec, recipe: Recipe, plan: Plan, device: Device, *, steps: int, warm: int = 4) -> dict[str, Any]:
+    """Run and trace; every figure the promises speak of."""
+    started = time.perf_counter()
+    with Engine(model, recipe, plan, RandomWeights(model, device), device=device) as engine:
+        ready = time.perf_counter() - started
+        data = batches(model, recipe, warm + steps)
+        losses = [engine.step(batch).loss for batch in data[:warm]]
+        first = time.perf_counter() - started
+        engine.restart_trace()
+        before = segments(device)
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        results = [engine.step(batch) for batch in data[warm:]]
+        losses += [r.loss for r in results]
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        after = segments(device)
+        trace = engine.trace()
+        expected = engine.schedule.digests()
+        facts = derive(engine.schedule, trace)
+        steady = sorted(facts.step_times_ns[2:])
+        compute = facts.lanes["compute"]
+        blame = by_cause(facts.stalls["compute"])
+        return {
+            "ready_s": round(ready, 1), "warm_s": round(first, 1),
+            "step_s": steady[len(steady) // 2] / 1e9, "steps_s": [round(t / 1e9, 4) for t in facts.step_times_ns],
+            "losses": [round(x, 4) for x in losses],
+            "digests equal": list(trace.digests) == [expected[p] for p in trace.parts],
+            "h2d under compute": round(facts.overlap["h2d"].fraction, 4),
+            "d2h under compute": round(facts.overlap["d2h"].fraction, 4),
+            "utilisation": {lane: round(use.utilisation, 4) for lane, use in facts.lanes.items()},
+            "GB": {lane: round(use.nbytes / 1e9, 3) for lane, use in facts.lanes.items()},
+            "GB/s while busy": {lane: round(use.nbytes / max(1, use.busy_ns), 2) for lane, use in facts.lanes.items() if lane != "compute"},
+            "compute stalls, s": {cause: round(ns / 1e9, 4) for cause, ns in blame.items() if ns},
+            "update late share of stalls": round(blame["update late"] / max(1, compute.stalled_ns), 4),
+            "cpu busy from clip to last update": round(cpu_busy_after_clip(facts), 4),
+            "segments before, after": [before, after],
+            "device GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else None,
+            "notes": list(trace.notes),
+        }  # fmt: skip
+
+
+def segments(device: Device) -> int:
+    return int(torch.cuda.memory_stats()["segment.all.current"]) if device == "cuda" else 0
+
+
+def cpu_busy_after_clip(facts: Any) -> float:
+    """Of the time from each clip to the last update before the next one: the share in which the cpu lane runs an op."""
+    run, total, busy = facts.run, 0, 0
+    line = [(run.placed[i].op, run.events[i]) for i in run.lanes["cpu"]]
+    clips = [n for n, (op, _) in enumerate(line) if op.kind == "clip"]
+    for n, following in zip(clips, [*clips[1:], len(line)], strict=True):
+        updates = [e for op, e in line[n + 1 : following] if op.kind == "update"]
+        if updates:
+            begin, end = line[n][1].end_ns, max(e.end_ns for e in updates)
+            total += end - begin
+            busy += sum(e.end_ns - e.start_ns for _, e in line[n + 1 : following] if e.end_ns <= end)
+    return busy / total if total else 0.0
+
+
+def seven_b(device: Device) -> dict[str, Any]:
+    """Qwen2.5-7B's shape, decoder layers streamed, embedding and head resident, recompute, 16,384 tokens a step."""
+    small = device == "cpu"
+    model = qwen("7B", **({"hidden_size": 56, "intermediate_size": 96, "vocab_size": 211, "num_hidden_layers": 4} if small else {}))
+    out: dict[str, Any] = {}
+    for policy, clip in (("during_backward", None), ("next_forward", 1.0)):
+        recipe = Recipe(
+            micro_batches=1, micro_batch_size=2 if small else 16, seq_len=16 if small else 1024, clip_norm=clip,
+            compiled=not small, loss_tile=4096,
+        )  # fmt: skip
+        placement = {"default": "streamed", "embedding": "resident", "head": "resident"}
+        plan = Plan(placement=placement, update=policy, weight_slots=3, gradient_slots=2, host_gradient_slots=6, chunk_bytes=64 << 20, adam_threads=2 if small else 14)  # type: ignore[arg-type]  # fmt: skip
+        out[policy] = measured(model, recipe, plan, device, steps=6, warm=3)
+    return out
+
+
+def adam_rates(device: Device) -> dict[str, Any]:
+    """The CPU kernel by threads: GB/s at 26 B a parameter."""
+    n = 1 << (22 if device == "cpu" else 28)
+    hi, lo, g = torch.randn(n).bfloat16(), torch.zeros(n, dtype=torch.int16), torch.randn(n).bfloat16()
+    m, v, constants = torch.zeros(n), torch.zeros(n), torch.from_numpy(step_constants(AdamW(), 1))
+    rates: dict[str, Any] = {}
+    for threads in (1, 4, 8, 12, 14, 16):
+        times = []
+        for _ in range(4):
+            started = time.perf_counter()
+            adamw_update((hi, lo), m, v, g, constants, decayed=True, threads=threads)
+            times.append(time.perf_counter() - started)
+        rates[str(threads)] = round(26 * n / sorted(times)[1] / 1e9, 1)
+    return rates
+
+
+def tracing(device: Device) -> dict[str, Any]:
+    """What tracing costs: pairs of runs with it on and off, in turn, on a run whose compute lane is busy."""
+    small = device == "cpu"
+    layers = 2 if small else 4
+    model = qwen("7B", num_hidden_layers=layers, **({"hidden_size": 56, "intermediate_size": 96, "vocab_size": 211} if small else {}))
+    recipe = Recipe(micro_batches=1, micro_batch_size=2 if small else 16, seq_len=16 if small else 1024, clip_norm=None, compiled=not small, loss_tile=4096)  # fmt: skip
+    plan = Plan(placement={"default": "resident"}, weight_slots=2)
+    pairs = 3 if small else 20
+    data = batches(model, recipe, 6)
+    engines = {
+        on: Engine(model, recipe, plan, RandomWeights(model, device), device=device, tracing=on) for on in (True, False)
+    }
+    times: dict[bool, list[float]] = {True: [], False: []}
+    try:
+        for pair in range(pairs + 1):
+            for on in (True, False) if pair % 2 else (False, True):
+                engine = engines[on]
+                engine.flush()
+                started = time.perf_counter()
+                for batch in data:
+                    engine.step(batch)
+                engine.flush()
+                if pair:
+                    times[on].append(time.perf_counter() - started)
+                if on:
+                    busy = derive(engine.schedule, engine.trace()).lanes["compute"].utilisation
+                    engine.restart_trace()
+    finally:
+        for engine in engines.values():
+            engine.close()
+    differences = sorted(a / b - 1 for a, b in zip(times[True], times[False], strict=True))
+    return {"median difference": round(differences[len(differences) // 2], 5), "from": round(differences[0], 5),
+            "to": round(differences[-1], 5), "compute busy": round(busy, 4), "pairs": pairs}  # fmt: skip
+
+
+def near_plain_bf16(device: Device) -> dict[str, Any]:
+    """BF16 against a plain loop with FP32 masters: loss within 1% each step, gradient cosine above 0.999."""
+    from tests.engine.test_plain import plain_loop
+
+    model = small_model(hidden_size=192, intermediate_size=520, vocab_size=1031)
+    recipe = small_recipe(precision="bf16", seq_len=40)
+    expected = plain_loop(model, recipe, 5, device, dtype=torch.bfloat16, std=0.02)
+    worst, least = 0.0, 1.0
+    with Engine(model, recipe, PLANS["streamed, depth 4"], random_weights(model, 0.02), device=device) as engine:
+        for batch, (loss, gradients, _) in zip(random_batches(model, recipe, 5), expected, strict=True):
+            worst = max(worst, abs(engine.step(batch).loss - loss) / loss)
+            ours = engine.gradients()
+            a = torch.cat([ours[k].double().flatten() for k in gradients])
+            b = torch.cat([gradients[k].double().flatten().cpu() for k in gradients])
+            least = min(least, float(torch.nn.functional.cosine_similarity(a, b, dim=0)))
+    assert worst <= 0.01 and least > 0.999, (worst, least)
+    return {"loss, relative": worst, "least cosine": least}
+
+
+def sanitizer(device: Device) -> dict[str, Any]:
+    """compute-sanitizer memcheck over two steps of the tiny model, eager."""
+    code = (
+        "from tests.engine.small import *; from megatrain.plan import Plan; "
+        f"train(small_model(), small_recipe(precision='bf16'), Plan(chunk_bytes=4096), steps=2, device={device!r})"
+    )
+    command = [sys.executable, "-c", code]
+    if device == "cuda":
+        command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "7", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    tail = (done.stdout + done.stderr).strip().splitlines()[-4:]
+    assert done.returncode == 0, tail
+    return {"says": tail}
+
+
+CHECKS: dict[str, Callable[[Device], dict[str, Any]]] = {
+    check.__name__: check
+    for check in (kernels, plain_fp32, near_plain_bf16, adam_rates, overlap, seven_b, bitwise, tracing, sanitizer)
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checks", nargs="*", metavar="check", help=f"of {', '.join(CHECKS)}; all by default")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    with (options.out / "checks.jsonl").open("a") as log:
+        for name, check in {"preflight": preflight, **CHECKS}.items():
+            if name != "preflight" and options.checks and name not in options.checks:
+                continue
+            if name == "kernels" and options.device == "cpu":
+                continue
+            started = time.perf_counter()
+            try:
+                row: dict[str, Any] = {"check": name, "passed": True, "result": check(options.device)}
+            except Exception as error:
+                traceback.print_exc()
+                row = {"check": name, "passed": False, "error": f"{type(error).__name__}: {error}"[:2000]}
+                failed += 1
+            row["seconds"] = round(time.perf_counter() - started, 1)
+            print(json.dumps(row), flush=True)
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+            if name == "preflight" and failed:
+                break
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
