@@ -35,7 +35,7 @@ class Comparison:
     `kinds`: total duration by kind and lane, ratio.
     `stalls`: a row a cause: stalled time of the compute lane of both, and the difference.
     `overlap`: a row a copy lane: the share of its busy time that lies under compute, of both.
-    `steps`: a row a step but the first: step time of both, ratio.
+    `steps`: a row a step that follows another without a flush: its number in the run, step time of both, ratio.
     """
 
     ops: pd.DataFrame
@@ -50,7 +50,7 @@ class Comparison:
     sources: tuple[str, str]
 
     def step_time(self) -> pd.DataFrame:
-        """One row: the settled step time of both with its spread, and the ratio. No row where fewer than two steps ran."""
+        """One row: the settled step time of both with its spread, and the ratio. No row where no two steps ran in a row."""
         if self.steps.empty:
             return pd.DataFrame()
         predicted, measured = settled(self.predicted.step_times_ns), settled(self.measured.step_times_ns)
@@ -220,7 +220,7 @@ def _overlap(predicted: Facts, measured: Facts) -> pd.DataFrame:
 
 def _steps(predicted: Facts, measured: Facts) -> pd.DataFrame:
     times = predicted.step_times_ns, measured.step_times_ns
-    table = pd.DataFrame({"step": range(1, 1 + len(times[0])), "predicted_ns": times[0], "measured_ns": times[1]})
+    table = pd.DataFrame({"step": predicted.timed_steps, "predicted_ns": times[0], "measured_ns": times[1]})
     return _with_ratio(table, "ns")
 
 

@@ -3,7 +3,8 @@
 The unit comes from the column's name, as everywhere in the project: `..._ns` is a time, `...nbytes` a size, `..._ratio` and
 `..._share` are what they say (`1.03x`, `42.0%`). A column of times or sizes gets the one unit that suits its largest value, and
 columns whose names differ in the first word only (`predicted_busy_ns`, `measured_busy_ns`) get the same one, so that numbers
-compare at a glance; the header names it.
+compare at a glance; the header names it. Where values lie so far apart that the smallest would read 0.000, the unit is a smaller
+one as long as the largest stays below a million of it; what still is too small for three decimals reads `<0.001`, never 0.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import pandas as pd
 
 TIME_UNITS: tuple[tuple[str, float], ...] = (("s", 1e9), ("ms", 1e6), ("us", 1e3), ("ns", 1.0))
 SIZE_UNITS: tuple[tuple[str, float], ...] = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
+
+# A value below the first reads 0.000; one from the second on has more digits before the point than a table has room for.
+_SHOWN, _WIDE = 0.0005, 1e6
 
 
 class _Column(NamedTuple):
@@ -96,11 +100,22 @@ def _on_two_lines(header: str, width: int) -> tuple[str, str]:
 
 def _unit(table: Sequence[tuple[str, float]], sizes: Sequence[float]) -> tuple[str, float]:
     largest = max(sizes, default=0.0)
-    return next(((unit, scale) for unit, scale in table if largest >= scale), table[-1])
+    smallest = min((size for size in sizes if size), default=0.0)
+    fitting = next((i for i, (_, scale) in enumerate(table) if largest >= scale), len(table) - 1)
+    while fitting + 1 < len(table) and smallest / table[fitting][1] < _SHOWN and largest / table[fitting + 1][1] < _WIDE:
+        fitting += 1
+    return table[fitting]
 
 
 def _number(whole: bool) -> Callable[[float], str]:
-    return (lambda x: f"{x:,.0f}") if whole else (lambda x: f"{x:,.3f}")
+    decimals = 0 if whole else 3
+
+    def form(x: float) -> str:
+        if 0 < abs(x) < 0.5 * 10**-decimals:
+            return f"{'<' if x > 0 else '>-'}{10**-decimals:.{decimals}f}"
+        return f"{x:,.{decimals}f}"
+
+    return form
 
 
 def _ratio(x: float) -> str:

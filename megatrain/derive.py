@@ -35,7 +35,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 from megatrain.schedule.nouns import LANES, Kind, Lane, Op, Part, PlacedOp, Schedule, place
@@ -169,13 +168,15 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """All derived figures of one run."""
+    """All derived figures of one run. `timed_steps` are the steps, counted from 0, that `step_times_ns` has a time of: those that
+    follow another without a flush between."""
 
     run: Run
     lanes: Mapping[Lane, LaneUse]
     stalls: Mapping[Lane, tuple[Stall, ...]]
     overlap: Mapping[Lane, Overlap]
     critical_path: tuple[Piece, ...]
+    timed_steps: tuple[int, ...]
     step_times_ns: tuple[int, ...]
 
 
@@ -183,13 +184,15 @@ def derive(schedule: Schedule, trace: Trace) -> Facts:
     """Every figure this module knows. ValueError as `join`."""
     run = join(schedule, trace)
     gaps = {lane: stalls(run, lane) for lane in LANES}
+    times = step_times(schedule, trace)
     return Facts(
         run=run,
         lanes={lane: _use(run, lane, gaps[lane]) for lane in LANES},
         stalls=gaps,
         overlap={lane: overlap(run, lane) for lane in LANES if lane in ("h2d", "d2h")},
         critical_path=critical_path(run),
-        step_times_ns=tuple(_step_times(run)),
+        timed_steps=tuple(times),
+        step_times_ns=tuple(times.values()),
     )
 
 
@@ -384,34 +387,51 @@ def overlap(run: Run, lane: Lane) -> Overlap:
     return Overlap(busy, under)
 
 
-def step_times(schedule: Schedule, trace: Trace) -> list[int]:
-    """For each step but the first: the end of its last compute op minus that of the step before, in ns. Steps are the
-    prologues and bodies of the trace; a flush between two steps counts into the later one. ValueError as `join`."""
-    return _step_times(join(schedule, trace))
-
-
-def _step_times(run: Run) -> list[int]:
-    ends: dict[int, int] = {}
-    for i in run.lanes["compute"]:
-        part = run.placed[i].part
-        if run.parts[part].name != "epilogue":
-            ends[part] = run.events[i].end_ns
-    steps = list(ends.values())
-    return [b - a for a, b in pairwise(steps)]
+STEADY = 6
+SPREAD_LIMIT = 0.001
 
 
 class StepTime(NamedTuple):
-    """The settled step time: the mean of the later half of the step times (the last 6 of a run of 12 steps), rounded to ns,
-    and their spread, (longest - shortest) / mean. A simulated spread above 0.1% means that the run has not settled."""
+    """The settled step time in ns, and how far the steps it is the mean of differ: (longest - shortest) / mean. A simulated
+    spread above `SPREAD_LIMIT` means that the run has not settled."""
 
     mean_ns: int
     spread: float
 
 
+def step_times(schedule: Schedule, trace: Trace) -> dict[int, int]:
+    """For each step (counted from 0 in the run) that follows another at once: the end of its last compute op minus that of the
+    step before, in ns.
+
+    Steps are prologues and bodies. A prologue starts a run or follows a flush, and what a flush takes (an evaluation, a
+    checkpoint) is no part of a step: it has no time here. Looks at the times of compute ops only, whatever the source.
+    """
+    computes = {
+        part.name: frozenset(i for i, op in enumerate(part.ops) if op.lane == "compute")
+        for part in (schedule.prologue, schedule.body)
+    }
+    ends: dict[int, int] = {}
+    for part, position, _, _, end_ns in trace.events:
+        if position in computes.get(trace.parts[part], ()):
+            ends[part] = max(end_ns, ends.get(part, end_ns))
+    numbers = {part: step for step, part in enumerate(p for p, name in enumerate(trace.parts) if name in computes)}
+    return {
+        step: ends[part] - ends[part - 1]
+        for part, step in numbers.items()
+        if trace.parts[part] == "body" and part in ends and part - 1 in ends
+    }
+
+
+def step_time(schedule: Schedule, trace: Trace) -> StepTime:
+    """`settled` of `step_times`. ValueError for a trace without two steps in a row."""
+    return settled(tuple(step_times(schedule, trace).values()))
+
+
 def settled(times_ns: Sequence[int]) -> StepTime:
-    """ValueError when there is no step time (fewer than two steps ran)."""
+    """The mean, rounded to ns, of the last `STEADY` step times (those of a run of 12 steps that has settled in the first 6), or
+    of the later half where there are fewer than 12 steps. ValueError when there is no step time."""
     if not times_ns:
-        raise ValueError("step time: the difference of two steps, and fewer than two ran")
-    later = times_ns[len(times_ns) // 2 :]
+        raise ValueError("step time: the difference of two steps in a row, and no two ran")
+    later = times_ns[-min(STEADY, (len(times_ns) + 1) // 2) :]
     mean = sum(later) / len(later)
     return StepTime(round(mean), (max(later) - min(later)) / mean if mean else 0.0)

@@ -7,7 +7,9 @@ final norm and, unless tied, the output matrix). A tied head owns only its norm 
 A spec comes from a Hugging Face `config.json` alone. Names, shapes and order of the parameters are those of the
 library's own module; values a config leaves out are those of its config class. Both spellings are read, the present one
 (`rope_parameters`, `dtype`) and the older one (`rope_theta`, `rope_scaling`, `torch_dtype`), and give the same spec.
-What a template cannot compute exactly is refused here with the field, the rule and the value.
+What a template cannot compute exactly is refused here with the field, the rule and the value. That includes every field
+this file does not know, unless its value switches it off: models differ from the four architectures by just such fields (a
+soft-cap, a multiplier), and leaving one out would train another model without a word.
 """
 
 from __future__ import annotations
@@ -223,7 +225,38 @@ _CAUSAL_LM: dict[str, Architecture] = {
     "Qwen3ForCausalLM": "qwen3",
     "MistralForCausalLM": "mistral",
 }
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# The library's activations that are functions: those with parameters of their own (prelu, xielu) would need a place in the layout.
+ACTIVATIONS = frozenset({
+    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh", "gelu_pytorch_tanh",
+    "hardswish", "laplace", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2", "relu6", "sigmoid", "silu", "swish",
+    "tanh",
+})  # fmt: skip
+# For each type of rotary table: the values it needs and those it may have, all positive numbers but `truncate`.
+_ROPE_VALUES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": (("factor",), ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+}
+_ROPE_EVERYWHERE = ("rope_type", "rope_theta", "original_max_position_embeddings")
+# Fields beside those of `_DEFAULTS` that are read, or that say nothing about what a training step computes. The last are those
+# of generation, of classifiers, of how a checkpoint was stored, and of what a forward returns.
+_READ = frozenset({
+    "architectures", "model_type", "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor",
+    "original_max_position_embeddings", "layer_types",
+})  # fmt: skip
+_SAY_NOTHING = frozenset({
+    "dtype", "torch_dtype", "transformers_version", "name_or_path", "auto_map", "tokenizer_class", "language",
+    "attn_implementation", "use_cache", "cache_implementation", "return_dict", "output_attentions", "output_hidden_states",
+    "bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id", "unk_token_id", "cls_token_id", "mask_token_id",
+    "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "max_window_layers",
+    "max_length", "max_new_tokens", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "prefix",
+    "unsloth_version", "unsloth_fixed",
+})  # fmt: skip
+# Fields that switch off with 1.
+_FACTORS = ("pretraining_tp", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop")
 
 
@@ -256,16 +289,20 @@ def _from_config(raw: Mapping[str, Any], name: str) -> ModelSpec:
     for key in ("quantization_config", "per_layer_config"):
         if raw.get(key):
             raise _refuse(key, "must be absent (every layer trains plain weights of one structure)", raw[key])
-    if not isinstance(config["hidden_act"], str):
-        raise _refuse("hidden_act", "must be the name of an activation", config["hidden_act"])
-    if not _is_number(config["rms_norm_eps"]) or config["rms_norm_eps"] < 0:
-        raise _refuse("rms_norm_eps", "must be a number >= 0", config["rms_norm_eps"])
+    if not isinstance(config["hidden_act"], str) or config["hidden_act"] not in ACTIVATIONS:
+        raise _refuse("hidden_act", f"must be one of {', '.join(sorted(ACTIVATIONS))}", config["hidden_act"])
+    for key, most in (("rms_norm_eps", math.inf), ("initializer_range", 1)):
+        if not _is_number(config[key]) or not 0 <= config[key] <= most:
+            raise _refuse(key, "must be a finite number >= 0" + (" and <= 1" if most == 1 else ""), config[key])
+    _refuse_unknown(raw, architecture)
 
     padding_idx = config["pad_token_id"]
     if padding_idx is not None:
         if not _is_int(padding_idx) or not -vocab_size <= padding_idx < vocab_size:
             raise _refuse("pad_token_id", f"must be a token of the vocabulary of {vocab_size}", padding_idx)
         padding_idx %= vocab_size
+    if "layer_types" not in config and any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
+        raise _refuse("layer_types", f"must be full_attention, the one type {architecture} has", raw["layer_types"])
     window = _sliding_window(config)
     config.pop("layer_types", None)
     config["sliding_window"] = window
@@ -310,6 +347,18 @@ def _architecture(raw: Mapping[str, Any]) -> Architecture:
     return found
 
 
+def _refuse_unknown(raw: Mapping[str, Any], architecture: Architecture) -> None:
+    """ValueError for a field that may change what is computed and that nothing here computes."""
+    known = _DEFAULTS[architecture].keys() | _READ | _SAY_NOTHING
+    for key, value in raw.items():
+        off = value is None or value is False or value in ("", [], {}, ()) or (_is_number(value) and value == 0)
+        if key in known or str(key).startswith("_") or off or (key in _FACTORS and _is_number(value) and value == 1):
+            continue
+        rule = "must be 1" if key in _FACTORS else "must be absent or off"
+        reason = f"{architecture} here computes nothing by it; take it out if the model does not depend on it either"
+        raise _refuse(str(key), f"{rule} ({reason})", value)
+
+
 def _sliding_window(config: Mapping[str, Any]) -> int | None:
     """The window every layer has, None if no layer has one; mixed layers are refused."""
     window = config.get("sliding_window")
@@ -348,8 +397,8 @@ def _rope(raw: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any
     rope_type = rope.setdefault("rope_type", rope_type)
     if rope_type in ("dynamic", "longrope", "su"):
         raise _refuse("rope_type", "must not depend on the sequence length", rope_type)
-    if rope_type not in _ROPE_TYPES:
-        raise _refuse("rope_type", f"must be one of {', '.join(_ROPE_TYPES)}", rope_type)
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_VALUES:
+        raise _refuse("rope_type", f"must be one of {', '.join(_ROPE_VALUES)}", rope_type)
     theta = rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
     if not _is_number(theta) or theta <= 0:
         raise _refuse("rope_theta", "must be a number > 0", theta)
@@ -361,8 +410,27 @@ def _rope(raw: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any
     if rope_type in ("llama3", "yarn"):
         if "original_max_position_embeddings" in raw:
             rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
-        rope.setdefault("original_max_position_embeddings", max_position_embeddings)
+        _require_size("original_max_position_embeddings", rope.setdefault(
+            "original_max_position_embeddings", max_position_embeddings
+        ))  # fmt: skip
+    _check_rope_values(rope, rope_type)
     return rope
+
+
+def _check_rope_values(rope: Mapping[str, Any], rope_type: str) -> None:
+    needed, allowed = _ROPE_VALUES[rope_type]
+    for key in needed:
+        if key not in rope:
+            raise _refuse(f"rope_parameters.{key}", f"must be given for {rope_type}", None)
+    for key, value in rope.items():
+        if key in (*needed, *allowed):
+            ok, rule = (isinstance(value, bool), "true or false") if key == "truncate" else (
+                (value is None and key in allowed) or (_is_number(value) and value > 0), "a finite number > 0"
+            )  # fmt: skip
+            if not ok:
+                raise _refuse(f"rope_parameters.{key}", f"must be {rule}", value)
+        elif key not in _ROPE_EVERYWHERE and value is not None:
+            raise _refuse(f"rope_parameters.{key}", f"must be absent ({rope_type} has no such value)", value)
 
 
 def _blocks(architecture: Architecture, config: Mapping[str, Any]) -> tuple[BlockSpec, ...]:
@@ -419,7 +487,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _require_size(field: str, value: object) -> int:

@@ -1,10 +1,11 @@
 """Plan: when and where, never what.
 
 Placement, buffers, chunks, recompute or keep, the update policy, threads for Adam. No field of a plan may change a bit of the
-result of a deterministic recipe; that is the project's strongest promise and `tests/test_bitwise.py` its test.
+result of a deterministic recipe; that is the project's strongest promise and `tests/engine/test_bitwise.py` its test.
 
 Per-block choices are small tables from a block to a value. A key is "default", "embedding", "head", a layer ("3") or a range
-of layers ("0-27", both ends included); the most specific key wins: the shortest range, and any range over the default.
+of layers ("0-27", both ends included); the most specific key wins: the shortest range, and any range over the default. Two
+ranges of one length that overlap must agree, since neither is more specific.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Plan:
     `weight_slots` (layers) and `vocab_slots` (embedding and head) are the device buffers streamed weights pass through;
     `gradient_slots` the device buffers packed gradients wait in; `host_gradient_slots` the host buffers under
     `during_backward` (under the other policies every block has its own). A chunk is `chunk_bytes` of streamed weights: the
-    grain of transfers and updates; 0 means a whole block. `adam_threads` is the CPU optimizer's thread count.
+    grain of transfers and updates, rounded down to whole multiples of 128 elements but never below 128 (256 bytes in bf16, 512 in
+    fp32); 0 means a whole block. `adam_threads` is the CPU optimizer's thread count.
     """
 
     placement: Mapping[str, Placement] = field(default_factory=lambda: {"default": "streamed"})
@@ -45,9 +47,11 @@ class Plan:
         _require("chunk_bytes", self.chunk_bytes, is_count(self.chunk_bytes, 0), "an integer >= 0 (0: whole blocks)")
         _require("update", self.update, self.update in get_args(UpdatePolicy), f"one of {get_args(UpdatePolicy)}")
         for name, values in (("placement", get_args(Placement)), ("activations", get_args(Activations))):
-            for key, value in getattr(self, name).items():
+            table = getattr(self, name)
+            _require(name, table, isinstance(table, Mapping), f"a table from blocks to {' or '.join(values)}, {{default: ...}}")
+            for key, value in table.items():
                 _require(f"{name}[{key!r}]", value, value in values, f"one of {values}")
-                _parse_key(name, key)
+            _refuse_ties(name, table)
         for key in ("embedding", "head"):
             _require("activations", key, key not in self.activations, "by decoder layer; the embedding and the head keep nothing")
 
@@ -69,6 +73,19 @@ def _look_up(table: Mapping[str, _Choice], kind: str, layer: int | None, otherwi
     return table.get("default", otherwise)
 
 
+def _refuse_ties(name: str, table: Mapping[str, str]) -> None:
+    """ValueError for two keys that claim a layer with the same right and not the same value."""
+    spans = [(span, key) for key in table if (span := _parse_key(name, key)) is not None]
+    for i, (a, key) in enumerate(spans):
+        for b, other in spans[:i]:
+            overlap = max(a[0], b[0]), min(a[1], b[1])
+            if a[1] - a[0] == b[1] - b[0] and overlap[0] <= overlap[1] and table[key] != table[other]:
+                raise ValueError(
+                    f"plan.{name}: {other!r} says {table[other]} and {key!r} says {table[key]} of layer {overlap[0]}, and neither"
+                    " is more specific; give such layers a key of their own, or make one of the ranges shorter"
+                )
+
+
 def is_count(value: object, least: int) -> bool:
     """Whether `value` is an integer, and no boolean, of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -81,9 +98,14 @@ def _parse_key(name: str, key: str) -> tuple[int, int] | None:
     if not isinstance(key, str):
         raise ValueError(f"plan.{name}: the key {key!r} must be text: quote it")
     first, dash, last = key.partition("-")
-    if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+    if not _is_number(first) or (dash and not _is_number(last)) or (dash and int(last) < int(first)):
         raise ValueError(f"plan.{name}: {key!r} is no block; use default, embedding, head, a layer (3) or a range (0-27)")
     return int(first), int(last) if dash else int(first)
+
+
+def _is_number(text: str) -> bool:
+    # isdigit and isdecimal accept more than 0 to 9 (a superscript, other scripts), and int refuses thousands of digits.
+    return text.isascii() and text.isdecimal() and len(text) <= 9
 
 
 def _require(name: str, value: object, ok: bool, rule: str) -> None:

@@ -7,6 +7,7 @@ have, the tile of the loss, the constants of the optimizer, the attention kernel
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +17,9 @@ DTYPE_NBYTES: dict[str, int] = {"bf16": 2, "fp32": 4}
 NORM_TILE = 65_536
 """Elements of a gradient that one partial of its norm sums; no tile spans two parameters. The same in every recipe."""
 
+FP32_SMALLEST = 2.0**-126
+"""The smallest normal FP32 number, 1.2e-38: below it digits are lost, below 2^-149 everything is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW:
@@ -23,6 +27,8 @@ class AdamW:
 
     `weight_decay` applies to parameters of two or more dimensions. `schedule` is "constant" (after a linear warm-up of
     `warmup_steps`) or "cosine" (the same warm-up, then half a cosine from `lr` to `min_lr` at `total_steps`).
+
+    Kernels get their constants in FP32, so a value that FP32 does not hold (as infinity, as zero, as 1) is refused here.
     """
 
     lr: float = 1e-4
@@ -36,19 +42,30 @@ class AdamW:
     min_lr: float = 0.0
 
     def __post_init__(self) -> None:
-        _require("optimizer.lr", self.lr, self.lr >= 0, ">= 0")
-        _require("optimizer.beta1", self.beta1, 0 <= self.beta1 < 1, "in [0, 1)")
-        _require("optimizer.beta2", self.beta2, 0 <= self.beta2 < 1, "in [0, 1)")
-        # Padding between parameters holds zeros; eps > 0 keeps 0/0 out of it.
-        _require("optimizer.eps", self.eps, self.eps > 0, "> 0")
-        _require("optimizer.weight_decay", self.weight_decay, self.weight_decay >= 0, ">= 0")
-        _require("optimizer.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, ">= 0")
+        for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "min_lr"):
+            value = getattr(self, name)
+            _require(f"optimizer.{name}", value, _is_finite(value) and value >= 0, "a number >= 0, finite in FP32")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            _require(f"optimizer.{name}", value, _in_fp32(value) < 1, "in [0, 1), in FP32 too")
+        for name in ("lr", "min_lr"):
+            value = getattr(self, name)
+            _require(f"optimizer.{name}", value, value == 0 or value >= FP32_SMALLEST, f"0 or at least {FP32_SMALLEST:.3g}")
+        first = self.lr / (1 - self.beta1)
+        _require("optimizer.lr", self.lr, _is_finite(first), f"such that lr / (1 - beta1), {first:.3g}, is finite in FP32")
+        # Padding between parameters holds zeros; an eps that is not 0 keeps 0/0 out of it.
+        _require("optimizer.eps", self.eps, self.eps >= FP32_SMALLEST, f"at least {FP32_SMALLEST:.3g}, the least normal FP32 > 0")
+        decay = self.lr * self.weight_decay
+        rule = f"such that lr x weight_decay, {decay:.3g} with lr {self.lr!r}, is at most 1: a step may not turn weights around"
+        _require("optimizer.weight_decay", self.weight_decay, decay <= 1, rule)
+        _require("optimizer.warmup_steps", self.warmup_steps, _is_count(self.warmup_steps, 0), "an integer >= 0")
+        total = self.total_steps
+        _require("optimizer.total_steps", total, total is None or _is_count(total, 1), "an integer >= 1, or null")
         _require("optimizer.schedule", self.schedule, self.schedule in ("constant", "cosine"), "constant or cosine")
         if self.schedule == "cosine":
-            total = self.total_steps
             ok = total is not None and total > self.warmup_steps
             _require("optimizer.total_steps", total, ok, "given and more than warmup_steps for a cosine schedule")
-            _require("optimizer.min_lr", self.min_lr, 0 <= self.min_lr <= self.lr, "between 0 and lr")
+            _require("optimizer.min_lr", self.min_lr, self.min_lr <= self.lr, f"at most lr, {self.lr!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +75,8 @@ class Recipe:
     A step is `micro_batches` x `micro_batch_size` sequences of `seq_len` tokens. `precision` is the type of the streamed
     weights and of the computation; the masters are FP32 in both. `gradient_dtype` is the type gradients have when they leave
     the device. `loss_tile` is how many tokens' logits exist at once. `clip_norm=None` switches clipping off (the norm is
-    reported all the same). `attention_mask` is "causal" (no padding, one sequence a row) or "segments" (the batch brings a
-    segment id a token, 0 for padding: packed and padded rows).
+    reported all the same; what range of gradients it sees stands in `megatrain.optim.norm`). `attention_mask` is "causal" (no
+    padding, one sequence a row) or "segments" (the batch brings a segment id a token, 0 for padding: packed and padded rows).
     """
 
     micro_batches: int = 1
@@ -77,16 +94,21 @@ class Recipe:
     compute_threads: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("micro_batches", "micro_batch_size", "seq_len", "loss_tile", "compute_threads"):
-            value = getattr(self, name)
-            _require(name, value, isinstance(value, int) and not isinstance(value, bool) and value >= 1, "an integer >= 1")
-        _require("precision", self.precision, self.precision in DTYPE_NBYTES, "bf16 or fp32")
-        _require("gradient_dtype", self.gradient_dtype, self.gradient_dtype in DTYPE_NBYTES, "bf16 or fp32")
+        for name in ("micro_batches", "micro_batch_size", "loss_tile", "compute_threads"):
+            _require(name, getattr(self, name), _is_count(getattr(self, name), 1), "an integer >= 1")
+        # The last token of a row has no next one, so a row of one token has nothing to learn from.
+        _require("seq_len", self.seq_len, _is_count(self.seq_len, 2), "an integer >= 2: a token predicts the next one")
+        for name, values in (
+            ("precision", tuple(DTYPE_NBYTES)), ("gradient_dtype", tuple(DTYPE_NBYTES)),
+            ("attention", ("sdpa", "eager")), ("attention_mask", ("causal", "segments")),
+        ):  # fmt: skip
+            _require(name, getattr(self, name), getattr(self, name) in values, " or ".join(values))
+        for name in ("compiled", "deterministic"):
+            _require(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         clip = self.clip_norm
-        ok = clip is None or (isinstance(clip, (int, float)) and not isinstance(clip, bool) and 0 < clip < float("inf"))
-        _require("clip_norm", clip, ok, "a finite number > 0, or null for off")
-        _require("attention", self.attention, self.attention in ("sdpa", "eager"), "sdpa or eager")
-        _require("attention_mask", self.attention_mask, self.attention_mask in ("causal", "segments"), "causal or segments")
+        ok = clip is None or (_is_finite(clip) and clip >= FP32_SMALLEST)
+        _require("clip_norm", clip, ok, f"a finite number of at least {FP32_SMALLEST:.3g}, or null for off")
+        _require("optimizer", self.optimizer, isinstance(self.optimizer, AdamW), "an AdamW")
 
     @property
     def tokens_per_micro_batch(self) -> int:
@@ -95,6 +117,24 @@ class Recipe:
     @property
     def tokens_per_step(self) -> int:
         return self.micro_batches * self.tokens_per_micro_batch
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_finite(value: object) -> bool:
+    """Whether `value` is a number that FP32 holds: not rounded to infinity, no NaN."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(_in_fp32(value)) < float("inf")
+
+
+def _in_fp32(value: float) -> float:
+    """The nearest FP32 number, infinity beyond the largest."""
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return float("inf")
+    return rounded
 
 
 def _require(name: str, value: object, ok: bool, rule: str) -> None:

@@ -10,12 +10,13 @@ import sys
 import time
 from typing import Any
 
+from megatrain.derive import step_time
 from megatrain.hardware import H200
 from megatrain.model import ModelSpec
 from megatrain.plan import Plan
 from megatrain.recipe import Recipe
 from megatrain.schedule import check, lower
-from sim.simulate import simulate, step_time
+from sim.simulate import simulate
 
 TARGET_S = 3.0
 STEPS = 3
@@ -51,7 +52,7 @@ def main() -> int:
     print(f"{len(model.layers)} layers, {chunks} chunks a layer, {ops}")
     for name, seconds in [*rows, ("total", total)]:
         print(f"{name:>10} {seconds:7.3f} s")
-    mean, _ = step_time(trace, schedule)
+    mean, _ = step_time(schedule, trace)
     print(f"predicted step {mean / 1e9:.3f} s; target {TARGET_S} s: {'met' if total < TARGET_S else 'MISSED'}")
     return 0 if total < TARGET_S else 1
 

@@ -167,6 +167,13 @@ class _CostModel:
         if op.lane == "compute":
             return self._compute("update", ns=self._memory_ns(nbytes), nbytes=nbytes)
         threads = min(self.plan.adam_threads, self.hardware.cores)
+        self._note_threads("plan.adam_threads", self.plan.adam_threads)
+        least, most = self.hardware.adam_rates[0][0], self.hardware.adam_rates[-1][0]
+        if not least <= threads <= most:
+            self.notes.add(
+                f"{self.hardware.name}: the CPU optimizer at {threads} threads is outside the measured {least} to {most} threads;"
+                + (f" predicted as at {most}" if threads > most else " predicted in proportion to threads")
+            )
         return Work(self.hardware.host_op_ns, nbytes, adam_bytes_per_s(self.hardware, threads), "adam", threads, nbytes)
 
     # ---- compute ----
@@ -236,7 +243,23 @@ class _CostModel:
         return ceil_div(nbytes * NS_PER_S, self.hardware.compute.memory_bytes_per_s)
 
     def _threads(self) -> int:
+        self._note_threads("recipe.compute_threads", self.recipe.compute_threads)
         return min(self.recipe.compute_threads, self.hardware.cores)
+
+    def _note_threads(self, field: str, wanted: int) -> None:
+        cores = self.hardware.cores
+        if wanted > cores:
+            self.notes.add(f"{self.hardware.name}: {field} asks for {wanted} threads of {cores} cores; predicted with {cores}")
+
+    def _note_attention(self) -> None:
+        """The profile's rate is of a fused causal kernel, which neither of these is."""
+        recipe, masked = self.recipe, self.recipe.attention_mask == "segments"
+        if recipe.attention == "eager" or masked:
+            what = f"attention={recipe.attention!r}" + (" with a mask of segments" if masked else "")
+            self.notes.add(
+                f"{self.hardware.name}: recipe: {what}: predicted at the profile's rate for a fused causal kernel; scores and"
+                " mask in memory, and the hidden pairs, are not counted: expect longer"
+            )
 
     def _compute(
         self, *kernels: str, ns: int, nbytes: int, measured: tuple[ComputeKind, BlockSpec] | None = None
@@ -246,6 +269,8 @@ class _CostModel:
         found = self._lookup(*measured) if measured is not None else None
         if found is not None:
             launches, ns = 0, found
+        elif {"forward", "backward"} & set(kernels):
+            self._note_attention()
         if not self.on_host:
             return Work(launches + ns)
         return Work(launches, ns, NS_PER_S, "compute", self._threads(), nbytes)

@@ -39,7 +39,7 @@ def longest_path(placed: Sequence[PlacedOp], durations: Sequence[int]) -> list[S
 
 
 def lower_bound_ns(schedule: Schedule, hardware: HardwareProfile, *, steps: int) -> int:
-    """No run of `steps` training steps, cold to cold, is shorter than this."""
-    names = [schedule.prologue.name, *[schedule.body.name] * (steps - 1), schedule.epilogue.name]
+    """No run of `steps` training steps, cold to cold, is shorter than this. ValueError for fewer steps than one."""
+    names = [part.name for part in schedule.parts(steps)]
     placed, duration = schedule.unroll(steps), durations_ns(schedule, hardware)
     return max(s.end_ns for s in longest_path(placed, [duration[names[p.part], p.position] for p in placed]))

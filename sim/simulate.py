@@ -10,29 +10,21 @@ Not covered: the time a host needs to issue an op (a wait that every engine has 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import simpy
 
+from megatrain.derive import SPREAD_LIMIT, STEADY, step_time
 from megatrain.hardware import HardwareProfile
-from megatrain.schedule.nouns import Part, PlacedOp, Schedule, place
+from megatrain.schedule.nouns import PlacedOp, Schedule, Space, place
 from megatrain.trace import Event, Trace
 from sim.cost import Work, alone_ns, works
 from sim.fluid import Fluid, Segment
+from sim.memory import memory_use
 from sim.sharing import Sharing, SharingRule
 
 STEPS = 12
-STEADY = 6
-"""Step time is the mean of the last `STEADY` of `STEPS` steps."""
-SPREAD_LIMIT = 0.001
-
-
-class StepTime(NamedTuple):
-    """`spread` is (longest - shortest) / mean of the steps the mean is of; above `SPREAD_LIMIT` there is no steady state."""
-
-    mean_ns: int
-    spread: float
+"""Enough for a step time: half of them settle, the later half are its mean (`megatrain.derive.settled`)."""
 
 
 class OpTimes(NamedTuple):
@@ -46,12 +38,10 @@ class OpTimes(NamedTuple):
 def simulate(schedule: Schedule, hardware: HardwareProfile, *, steps: int = STEPS, contention: bool = True) -> Trace:
     """The predicted trace of `steps` training steps from cold to cold, or of one evaluation.
 
-    `contention=False` gives every op its duration alone. The trace's notes say what the profile had no measurement for, and
-    whether the step time had not become steady.
+    `contention=False` gives every op its duration alone. The trace's notes say what the machine lacks (memory, cores), what the
+    profile had no measurement for, and whether the step time had not become steady. ValueError for fewer steps than one.
     """
-    if steps < 1:
-        raise ValueError(f"simulate: steps must be >= 1, got {steps}")
-    parts = parts_of(schedule, steps)
+    parts = schedule.parts(steps)
     costs = works(schedule, hardware)
     sharing = Sharing(hardware) if contention else None
     tables = [costs.parts[part.name] for part in parts]
@@ -65,41 +55,34 @@ def simulate(schedule: Schedule, hardware: HardwareProfile, *, steps: int = STEP
         digests=tuple(digests[part.name] for part in parts),
         events=events,
     )
-    notes = [*costs.notes, *(sharing.notes if sharing is not None else [])]
+    notes = [*_memory_notes(schedule, hardware, trace), *costs.notes, *(sharing.notes if sharing is not None else [])]
     if schedule.mode == "train" and steps >= STEPS:
-        mean, spread = step_time(trace, schedule)
+        mean, spread = step_time(schedule, trace)
         if spread > SPREAD_LIMIT:
             notes.append(f"step times are not steady: the last {STEADY} differ by {spread:.2%} of their mean {mean} ns")
     return Trace(source=trace.source, parts=trace.parts, digests=trace.digests, events=events, notes=tuple(notes))
 
 
-def parts_of(schedule: Schedule, steps: int) -> list[Part]:
-    """The parts that `steps` training steps run, cold to cold; an evaluation is one part."""
-    if schedule.mode == "evaluate":
-        return [schedule.prologue]
-    return [schedule.prologue, *[schedule.body] * (steps - 1), schedule.epilogue]
-
-
-def step_time(trace: Trace, schedule: Schedule) -> StepTime:
-    """Step k took (end of its last compute op) - (that of step k-1); the mean of the last `STEADY` of these, or of all when
-    there are fewer. Works for every source. ValueError when the trace has fewer than two consecutive steps."""
-    parts = {part.name: part for part in (schedule.prologue, schedule.body, schedule.epilogue)}
-    computes = {
-        name: {i for i, op in enumerate(part.ops) if op.lane == "compute"}
-        for name, part in parts.items()
-        if any(op.kind == "loss" for op in part.ops)
-    }
-    ends: dict[int, int] = {}
-    for part, events in groupby(trace.events, key=lambda e: e.part):
-        of_part = computes.get(trace.parts[part])
-        if of_part is not None:
-            ends[part] = max(e.end_ns for e in events if e.position in of_part)
-    # A prologue follows a flush, whatever time that took.
-    durations = [end - ends[k - 1] for k, end in ends.items() if k - 1 in ends and trace.parts[k] != "prologue"][-STEADY:]
-    if not durations:
-        raise ValueError(f"step time: needs two consecutive steps, the trace has parts {', '.join(trace.parts)}")
-    mean = sum(durations) / len(durations)
-    return StepTime(round(mean), (max(durations) - min(durations)) / mean)
+def _memory_notes(schedule: Schedule, hardware: HardwareProfile, trace: Trace) -> list[str]:
+    """A note for each memory that the schedule's storages do not fit into. Where compute runs on the host there is only one."""
+    there: dict[Space, int] = {"host": hardware.host_memory_bytes, "device": hardware.device_memory_bytes}
+    ever = {space: sum(s.nbytes for s in schedule.storages if s.space == space) for space in there}
+    host_too = ever["host"] + ever["device"] if hardware.compute.on_host else ever["host"]
+    if ever["device"] <= there["device"] and host_too <= there["host"]:
+        return []
+    use = memory_use(schedule, trace)
+    found = [("device", use["device"].peak_nbytes, there["device"], use["device"].peak_at)]
+    if hardware.compute.on_host:
+        both = use["device"].peak_nbytes + use["host"].peak_nbytes
+        found.append(("host", both, there["host"], use["device"].peak_at or use["host"].peak_at))
+    else:
+        found.append(("host", use["host"].peak_nbytes, there["host"], use["host"].peak_at))
+    return [
+        f"{hardware.name}: {space} memory: the schedule needs {need:,} bytes ({f'at {at}' if at else 'throughout'}), there are"
+        f" {has:,}: {need - has:,} too many; it cannot run"
+        for space, need, has, at in found
+        if need > has
+    ]
 
 
 def simulate_ops(

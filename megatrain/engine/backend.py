@@ -32,6 +32,28 @@ class Ran(NamedTuple):
     nbytes: int
 
 
+class Timeline(Protocol):
+    """Marks as times of the backend's clock. Two of them may be off from each other by `resolution_ns`; `notes` say so."""
+
+    @property
+    def resolution_ns(self) -> int: ...
+    @property
+    def notes(self) -> Sequence[str]: ...
+    def ns(self, part: int, mark: Any) -> int:
+        """The time of a mark of the `part`-th part."""
+        ...
+
+
+class HostTimeline:
+    """Where a mark is the time."""
+
+    resolution_ns = 0
+    notes: Sequence[str] = ()
+
+    def ns(self, part: int, mark: int) -> int:
+        return mark
+
+
 class Backend(Protocol):
     """`step` is whatever the driver of the executor attached to the part that is running."""
 
@@ -45,7 +67,7 @@ class Backend(Protocol):
 
     def run(self, op: Op, step: Any) -> Ran: ...
     def mark(self, lane: Lane, *, timed: bool) -> Any:
-        """This point of the lane, on its thread; `timed` if `time_ns` will be asked for it."""
+        """This point of the lane, on its thread; `timed` if a trace will ask for its time."""
         ...
 
     def follow(self, lane: Lane, mark: Any) -> None:
@@ -56,14 +78,10 @@ class Backend(Protocol):
         """Taken when a part is submitted that will be timed."""
         ...
 
-    def clock_notes(self, bases: Sequence[Base]) -> list[str]:
-        """What a trace with these bases must say about its clocks."""
+    def timeline(self, bases: Sequence[Base]) -> Timeline:
+        """Read the marks of parts that have these bases; all of them have been reached."""
         ...
 
     def settle(self, mark: Any) -> None:
         """Return when `mark` is reached."""
-        ...
-
-    def time_ns(self, base: Base, mark: Any) -> int:
-        """The clock's time of a mark that has been reached."""
         ...

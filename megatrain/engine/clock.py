@@ -104,10 +104,10 @@ class RealClock:
 
     def wait(self, signal: Signal, who: str) -> None:
         with self._inner:
+            if signal.happened:  # what has happened stays so, whatever failed since
+                return
             if self._cause is not None:
                 raise Cancelled(self._cause)
-            if signal.happened:
-                return
             gate = self._gate(signal)
         while not gate.acquire(timeout=_LIVENESS_S):
             self._look_for_the_dead()
@@ -234,10 +234,10 @@ class VirtualClock:
         self._changed.notify_all()
 
     def _wait(self, signal: Signal, who: str) -> None:
+        if signal.happened:  # what has happened stays so, whatever failed since
+            return
         if self._cause is not None:
             raise Cancelled(self._cause)
-        if signal.happened:
-            return
         self._count += 1
         key = self._count
         self._waiting[key] = (who, signal.name)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.engine.backend import Base, Ran
+from megatrain.engine.backend import Base, HostTimeline, Ran
 from megatrain.engine.clock import Clock, RealClock
 from megatrain.engine.kernels import Kernels, UpdateCount
 from megatrain.engine.memory import Memory
@@ -36,7 +36,8 @@ class CpuBackend:
 
     def enter_lane(self, lane: Lane) -> None:
         if lane == "compute":
-            # The recipe's number, because it may change bits. The other lanes run nothing that uses torch's threads.
+            # The recipe's number, because it may change bits. Of the other lanes only the optimizer's fallback uses torch's
+            # threads, and each of its elements depends on its own inputs alone.
             torch.set_num_threads(self.schedule.recipe.compute_threads)
 
     def run(self, op: Op, step: Any) -> Ran:
@@ -51,17 +52,14 @@ class CpuBackend:
     def base(self) -> Base:
         return None
 
-    def clock_notes(self, bases: Sequence[Base]) -> list[str]:
-        return []
+    def timeline(self, bases: Sequence[Base]) -> HostTimeline:
+        return HostTimeline()
 
     def settle(self, mark: Any) -> None:
         pass
 
     def close(self) -> None:
         pass
-
-    def time_ns(self, base: Base, mark: int) -> int:
-        return mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

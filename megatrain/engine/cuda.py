@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -99,25 +100,54 @@ class CudaBackend:
             mark.synchronize()
 
     def base(self) -> CudaBase:
-        event = torch.cuda.Event(enable_timing=True)
-        before = self.clock.now_ns()
-        event.record(self._idle)
-        return CudaBase(event, before, self.clock.now_ns())
+        # The thread may lose its turn between reading the clock and recording: of a few tries the closest pair counts.
+        tries = []
+        for _ in range(4):
+            event = torch.cuda.Event(enable_timing=True)
+            before = self.clock.now_ns()
+            event.record(self._idle)
+            tries.append(CudaBase(event, before, self.clock.now_ns()))
+        return min(tries, key=lambda base: base.after_ns - base.before_ns)
 
-    def time_ns(self, base: CudaBase, mark: int | torch.cuda.Event) -> int:
+    def timeline(self, bases: Sequence[CudaBase]) -> CudaTimeline:
+        return CudaTimeline([*bases, self.base()])
+
+
+class CudaTimeline:
+    """The device's clock laid on the host's.
+
+    Events count milliseconds in FP32 from each other, so each is read from its part's base, whose own place is the sum of the
+    distances between bases. Each base is a point where both clocks are known, to the time it took to record it; between them the
+    clocks are taken to drift evenly, so that no two events of the device change places.
+    """
+
+    def __init__(self, bases: Sequence[CudaBase]) -> None:
+        self._bases = bases
+        bases[-1].event.synchronize()
+        self._device = [0]
+        for a, b in itertools.pairwise(bases):
+            self._device.append(self._device[-1] + elapsed_ns(a.event, b.event))
+        self._host = [base.before_ns for base in bases]
+        gap = max(base.after_ns - base.before_ns for base in bases)
+        drift = max(
+            abs((h1 - h0) - (d1 - d0))
+            for (h0, h1), (d0, d1) in zip(itertools.pairwise(self._host), itertools.pairwise(self._device), strict=True)
+        )
+        # Half a microsecond is an event's own grain, one its rounding in FP32 at seconds from its base.
+        self.resolution_ns = 4000 + gap + drift
+        self.notes = [f"device and host clocks: recorded within {gap} ns, apart by up to {drift} ns from part to part"]
+
+    def ns(self, part: int, mark: int | torch.cuda.Event) -> int:
         if isinstance(mark, int):
             return mark
-        # Events count milliseconds in FP32 from each other, so a base a part keeps the rounding under a microsecond.
-        return base.after_ns + round(float(base.event.elapsed_time(mark)) * 1e6)
+        at = self._device[part] + elapsed_ns(self._bases[part].event, mark)
+        i = min(max(bisect_right(self._device, at) - 1, 0), len(self._device) - 2)
+        (d0, d1), (h0, h1) = self._device[i : i + 2], self._host[i : i + 2]
+        return h0 + (at - d0) * (h1 - h0) // (d1 - d0)
 
-    def clock_notes(self, bases: Sequence[CudaBase]) -> list[str]:
-        if len(bases) < 2:
-            return []
-        residuals = [
-            abs((b.after_ns - a.after_ns) - round(a.event.elapsed_time(b.event) * 1e6))
-            for a, b in itertools.pairwise(bases)
-        ]
-        return [f"device and host clocks agree to {max(residuals)} ns from part to part (one event a part on an idle stream)"]
+
+def elapsed_ns(start: torch.cuda.Event, end: torch.cuda.Event) -> int:
+    return round(float(start.elapsed_time(end)) * 1e6)
 
 
 class CudaOps:

@@ -13,6 +13,8 @@ that are still pending. Evaluating and reading state flush first.
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -40,6 +42,11 @@ if TYPE_CHECKING:
 
 STEPS_IN_FLIGHT = 2
 """`step` returns before its step has ended; this many may be unfinished before it waits."""
+
+
+def _close(executor: Executor, backend: CpuBackend | CudaBackend) -> None:
+    executor.close()
+    backend.close()
 
 
 class StagedInputs:
@@ -72,23 +79,25 @@ class StepResult:
     """
 
     def __init__(self, executor: Executor, run: PartRun, context: StepContext) -> None:
-        self._executor, self._run, self._context = executor, run, context
+        # Two ops of the run and not the run: results may be kept for long.
+        self._executor, self._context = executor, context
+        self._report, self._clip = run.by_name["report"], run.by_name["clip"]
 
     @property
     def loss(self) -> float:
-        self._executor.wait(self._run, ["report"])
+        self._executor.wait([self._report])
         assert self._context.loss is not None
         return self._context.loss
 
     @property
     def norm(self) -> float:
-        self._executor.wait(self._run, ["clip"])
+        self._executor.wait([self._clip])
         assert self._context.norm is not None
         return self._context.norm
 
     @property
     def skipped(self) -> str | None:
-        self._executor.wait(self._run, ["clip"])
+        self._executor.wait([self._clip])
         return self._context.skipped
 
 
@@ -102,8 +111,11 @@ class Moments(NamedTuple):
 class Engine:
     """`weights` maps every Hugging Face parameter name of the model to a tensor (any float type); they become FP32 masters.
 
-    Raises ValueError for a missing, surplus, misshapen or non-finite weight and for a plan that does not fit the model. `wrap`
-    puts a backend of the caller's around the real one (to delay, to poison, to fail: tests of the engine itself).
+    `device` is where the schedule's device storages are: "cpu" (an arena in host memory) or "cuda". With `tracing` off a run is
+    neither timed nor recorded. One thread at a time may use an engine; two engines may run at once. `wrap` puts a backend of the
+    caller's around the real one (to delay, to poison, to fail: tests of the engine itself).
+
+    Raises ValueError for a missing, surplus, misshapen or non-finite weight and for a plan that fits neither model nor machine.
     """
 
     def __init__(
@@ -118,6 +130,9 @@ class Engine:
         clock: Clock | None = None,
         wrap: Callable[[Any], Backend] = lambda backend: backend,
     ) -> None:
+        cores = len(os.sched_getaffinity(0))
+        if plan.adam_threads > cores:
+            raise ValueError(f"plan.adam_threads: must be at most the {cores} cores there are, got {plan.adam_threads}")
         self.schedule: Schedule = lower(model, recipe, plan)
         self.evaluation: Schedule = lower_evaluation(model, recipe, plan)
         check(self.schedule)
@@ -130,13 +145,14 @@ class Engine:
             backend = CudaBackend(self.schedule, self._counts, clock)
         else:
             backend = CpuBackend(self.schedule, self._counts, clock)
-        self._backend = backend
         self.memory: Memory = backend.memory
         self._load(weights)
         self._staged = StagedInputs(model, recipe, STEPS_IN_FLIGHT + 1, pinned=device == "cuda")
         self._executor = Executor(wrap(backend), tracing=tracing)
+        # Lanes must not outlive the engine, nor run on while the interpreter goes down.
+        self._finalizer = weakref.finalize(self, _close, self._executor, backend)
         self._steps: list[PartRun] = []
-        self._warm = False
+        self._warm = self._stepped = False
 
     # ---- training ------------------------------------------------------------------------------------------------------
 
@@ -145,11 +161,12 @@ class Engine:
         (`megatrain.layers.inputs`). ValueError if its shape is not the recipe's; LaneError if the run has failed."""
         part = self.schedule.body if self._warm else self.schedule.prologue
         if len(self._steps) >= STEPS_IN_FLIGHT:
-            self._executor.wait(self._steps.pop(0), ["clip"])
+            self._executor.wait([self._steps[0].by_name["clip"]])
+            del self._steps[0]
         context = self._context(batch)  # after the wait: it fills the buffers of a step that has ended
-        run = self._executor.submit(part, context)
+        run = self._executor.submit(part, context, from_cold=not self._warm)
+        self._warm = self._stepped = True
         self._steps.append(run)
-        self._warm = True
         return StepResult(self._executor, run, context)
 
     def flush(self) -> None:
@@ -164,7 +181,7 @@ class Engine:
         """The loss of `batch` (shaped as for `step`) under the present weights; changes nothing but flushes first."""
         self.flush()
         context = self._context(batch)
-        self._executor.submit(self.evaluation.prologue, context, record=False)
+        self._executor.submit(self.evaluation.prologue, context, from_cold=True, record=False)
         self._executor.drain()
         assert context.loss is not None
         return context.loss
@@ -207,6 +224,8 @@ class Engine:
         if self.schedule.plan.update == "during_backward":
             raise ValueError("gradients: under plan.update during_backward no gradient outlives its update")
         self.flush()
+        if not self._stepped:
+            raise ValueError("gradients: no step has run")
         dtype = DTYPES[self.schedule.recipe.gradient_dtype]
         return {
             p.name: self._plane("grad", block, p, dtype).to(torch.float32, copy=True) for block, p in self._params()
@@ -220,8 +239,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the lanes. What was not flushed is lost."""
-        self._executor.close()
-        self._backend.close()
+        self._finalizer()
 
     def __enter__(self) -> Engine:
         return self
@@ -252,10 +270,13 @@ class Engine:
 
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         known = {p.name for _, p in self._params()}
-        # A tied head has no storage of its own; files may carry it all the same.
-        allowed = known | ({"lm_head.weight"} if self.schedule.model.tied else set())
+        embedding = self.schedule.model.embedding.params[0].name
         for name in weights:
-            if name not in allowed:
+            if self.schedule.model.tied and name == "lm_head.weight" and embedding in weights:
+                # It has no storage of its own; files may carry it all the same, as the same values.
+                if not torch.equal(weights[name], weights[embedding]):
+                    raise ValueError(f"weights: {name!r} must equal {embedding!r}, to which it is tied")
+            elif name not in known:
                 raise ValueError(f"weights: {name!r} is no parameter of {self.schedule.model.name!r}")
         for block in self.schedule.model.blocks:
             for what in ("weights", "lo", "m", "v"):

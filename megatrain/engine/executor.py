@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from megatrain.engine.backend import Backend, Ran
+from megatrain.engine.backend import Backend, Ran, Timeline
 from megatrain.engine.clock import Cancelled, Clock, Signal
 from megatrain.schedule.nouns import LANES, Lane, Op, Part, Schedule, part_digest, place, ran_line
 from megatrain.trace import Event, Trace
@@ -47,8 +47,7 @@ class PartRun:
         self.issued = [Issue(part.text(i)) for i in range(len(part.ops))]
         self.by_name = {op.name: issue for op, issue in zip(part.ops, self.issued, strict=True)}
         self.before = previous.by_name if previous is not None else {}
-        self.marks: list[tuple[int, int, Any, Any]] = []
-        self.events: list[Event] = []
+        self.marks: dict[int, tuple[int, Any, Any]] = {}
         self.lines: dict[str, list[str]] = {lane: [] for lane in LANES}
 
     def finished(self) -> bool:
@@ -108,10 +107,22 @@ class Executor:
         for thread in self._threads.values():
             thread.start()
 
-    def submit(self, part: Part, step: Any = None, *, record: bool = True) -> PartRun:
+    def submit(self, part: Part, step: Any = None, *, from_cold: bool = False, record: bool = True) -> PartRun:
         """Run `part` after what was submitted before. `step` goes to the backend with every op. `record=False` leaves the run
-        out of the trace, as does a trace that has `TRACED_PARTS` already. Raises `LaneError` if a lane has failed."""
+        out of the trace, as does a trace that has `TRACED_PARTS` already. Raises `LaneError` if a lane has failed.
+
+        A part that starts `from_cold` names no op of the part before it: everything before it is drained first.
+        """
         self._raise_failure()
+        if from_cold:
+            self.drain()
+        try:
+            return self._submit(part, step, record)
+        except BaseException as error:  # an interrupt included: lanes that got the part unevenly would wait for each other
+            self._fail(LaneError(f"{part.name}: interrupted while it was submitted"), error)
+            raise
+
+    def _submit(self, part: Part, step: Any, record: bool) -> PartRun:
         recorded = record and self.tracing and len(self.runs) < TRACED_PARTS
         base = self.backend.base() if recorded else None
         run = PartRun(len(self.runs), part, self._latest, step, base, recorded)
@@ -128,9 +139,8 @@ class Executor:
             mailbox.put(run)
         return run
 
-    def wait(self, run: PartRun, names: Sequence[str] | None = None) -> None:
-        """Wait until the named ops of `run` (all of them by default) have ended. Raises `LaneError`."""
-        issues = run.issued if names is None else [run.by_name[name] for name in names]
+    def wait(self, issues: Sequence[Issue]) -> None:
+        """Wait until these ops have ended. Raises `LaneError`."""
         try:
             for issue in issues:
                 self.clock.wait(issue, "the caller")
@@ -143,12 +153,10 @@ class Executor:
         """Wait for everything; what is submitted next depends on nothing that ran before."""
         # Each of them: the last part may be empty, or shorter than the one before.
         for run in self._unfinished:
-            self.wait(run)
+            self.wait(run.issued)
             run.step = None
         for mark in self._reached.values():
             self.backend.settle(mark)
-        for run in self.runs:
-            self._note_times(run)
         self._unfinished, self._latest = [], None
 
     def restart_trace(self) -> None:
@@ -160,15 +168,15 @@ class Executor:
         ValueError if the executor does not trace."""
         if not self.tracing:
             raise ValueError("trace: tracing is off")
-        events = [event for run in self.runs for event in run.events]
-        notes = self.backend.clock_notes([run.base for run in self.runs])
+        timeline = self.backend.timeline([run.base for run in self.runs])
+        events, notes = _events(self.runs, timeline), list(timeline.notes)
         if self._unrecorded:
             notes.append(f"recording ended after {TRACED_PARTS} parts; {self._unrecorded} more ran")
         return Trace(
             source=self.backend.source,
             parts=tuple(run.part.name for run in self.runs),
             digests=tuple(part_digest(run.lines) for run in self.runs),
-            events=tuple(sorted(events)),
+            events=tuple(events),
             notes=tuple(notes),
         )
 
@@ -216,16 +224,10 @@ class Executor:
         ran: Ran = self.backend.run(op, run.step)
         end = run.issued[i].mark = self._reached[lane] = self.backend.mark(lane, timed=run.recorded)
         if run.recorded:
-            run.marks.append((i, issued, start, end))
+            run.marks[i] = (issued, start, end)
             run.lines[lane].append(ran_line(op.name, [name for name, _ in deps], ran.reads, ran.writes, ran.nbytes))
         clock.signal(run.issued[i])
 
-    def _note_times(self, run: PartRun) -> None:
-        """Turn a settled run's marks into times, and let go of them."""
-        for i, issued, start, end in run.marks:
-            start_ns, end_ns = (self.backend.time_ns(run.base, mark) for mark in (start, end))
-            run.events.append(Event(run.number, i, min(issued, start_ns), start_ns, end_ns))
-        run.marks = []
 
     def _fail(self, failure: LaneError, cause: BaseException | None) -> None:
         self.clock.cancel(self._failed(failure, cause))
@@ -239,10 +241,35 @@ class Executor:
             return self._failure
 
     def _raise_failure(self, cancelled: Cancelled | None = None) -> None:
+        if self._failure is None and cancelled is not None:
+            self._failed(LaneError(str(cancelled.cause)), cancelled.cause)
         if self._failure is not None:
-            raise self._failure
-        if cancelled is not None:
-            raise self._failed(LaneError(str(cancelled.cause)), cancelled.cause)
+            # A fresh exception each time: one that is raised again and again collects the frames of all who met it.
+            raise LaneError(str(self._failure)) from self._failure.__cause__
+
+
+def _events(runs: Sequence[PartRun], timeline: Timeline) -> list[Event]:
+    """The events of drained runs. Where clocks are read less exactly than ops follow each other, an op may seem to start before
+    what it waited for has ended; within the timeline's resolution it is moved there."""
+    events: list[Event] = []
+    ended: dict[Lane, int] = {}
+    before: dict[str, int] = {}
+    for run in runs:
+        ends: dict[str, int] = {}
+        for i, op in enumerate(run.part.ops):
+            if i not in run.marks:
+                continue  # not run, which the digest says
+            issued, start, end = run.marks[i]
+            start_ns, end_ns = timeline.ns(run.number, start), timeline.ns(run.number, end)
+            waited = [ends.get(run.part.ops[d].name, 0) for d in op.deps] + [before.get(name, 0) for name in op.prev]
+            earliest = max([ended.get(op.lane, 0), *waited])
+            if earliest - timeline.resolution_ns <= start_ns < earliest:
+                start_ns = earliest
+            end_ns = max(end_ns, start_ns)
+            ended[op.lane] = ends[op.name] = end_ns
+            events.append(Event(run.number, i, min(issued, start_ns), start_ns, end_ns))
+        before = ends
+    return events
 
 
 def run_schedule(schedule: Schedule, backend: Backend, steps: int) -> Trace:

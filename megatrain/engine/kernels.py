@@ -19,6 +19,7 @@ from megatrain.layers.embedding import embedding_backward, embedding_forward
 from megatrain.layers.gradients import accumulate
 from megatrain.layers.head import HeadTemplate, head_template
 from megatrain.layers.inputs import DTYPES, layer_inputs
+from megatrain.layers.saved import Saved
 from megatrain.layers.template import LayerTemplate, layer_templates
 from megatrain.model import BlockSpec, ParamSpec
 from megatrain.optim.constants import clip_factor, step_constants
@@ -44,7 +45,6 @@ class StepContext:
     loss: float | None = None
     norm: float | None = None
     skipped: str | None = None
-    learning_rate: float | None = None
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class Kernels:
     memory: Memory
     device: DeviceOps
     counts: UpdateCount = field(default_factory=UpdateCount)
-    _saved: dict[str, Any] = field(default_factory=dict)
+    _saved: dict[str, tuple[str, Saved]] = field(default_factory=dict)
     _layers: tuple[LayerTemplate, ...] = field(init=False)
     _head: HeadTemplate = field(init=False)
 
@@ -108,7 +108,9 @@ class Kernels:
         ranges: list[BoundRange] = []
         for access in accesses:
             if self.memory.storages[access.storage].dynamic:
-                ranges.append((self.memory.storages[access.storage].name, access.start, access.stop))
+                # An opaque handle: it says itself which storage it was made for.
+                name = self.memory.storages[access.storage].name
+                ranges.append((self._saved[name][0] if name in self._saved else name, access.start, access.stop))
                 continue
             view = self.memory.bind(access)
             what = access.tag.what
@@ -165,7 +167,7 @@ def _move(b: Kernels, x: Operands, step: StepContext) -> int:
 
 def _report(b: Kernels, x: Operands, step: StepContext) -> None:
     # Per micro-batch FP32 sums over the tokens of the step; added in double, in order.
-    step.loss = sum(float(x.reads["loss", m].view(torch.float32)[0]) for m in range(len(step.batch)))
+    step.loss = sum(float(x.reads["loss", m].view(torch.float32)[0]) for m in range(b.schedule.recipe.micro_batches))
 
 
 def _forward(b: Kernels, x: Operands, step: StepContext) -> None:
@@ -180,7 +182,8 @@ def _forward(b: Kernels, x: Operands, step: StepContext) -> None:
     b.hidden(x.writes["hidden", op.block + 1]).copy_(y)
     for a in op.writes:
         if a.tag.what == "saved":
-            b._saved[b.memory.storages[a.storage].name] = saved
+            name = f"saved[{op.block}.{op.micro}]"
+            b._saved[b.memory.storages[a.storage].name] = (name, saved)
 
 
 def _loss(b: Kernels, x: Operands, step: StepContext) -> None:
@@ -216,7 +219,7 @@ def _backward(b: Kernels, x: Operands, step: StepContext) -> None:
     template, weights = b._layers[block.layer], b.weights(x.reads["weights", op.block], block)
     names = [b.memory.storages[a.storage].name for a in op.reads if a.tag.what == "saved"]
     if names:
-        saved = b._saved.pop(names[0])
+        _, saved = b._saved.pop(names[0])
     else:
         _, saved = template.forward(weights, b.hidden(x.reads["hidden", op.block]), layer_inputs(inputs))
     dx, grads = template.backward(weights, saved, dy)

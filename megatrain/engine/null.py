@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatrain.engine.backend import Base, Ran
+from megatrain.engine.backend import Base, HostTimeline, Ran
 from megatrain.engine.clock import Clock, VirtualClock
 from megatrain.schedule.nouns import Lane, Op, Schedule
 from megatrain.trace import Source
@@ -39,11 +39,8 @@ class NullBackend:
     def base(self) -> Base:
         return None
 
-    def clock_notes(self, bases: Sequence[Base]) -> list[str]:
-        return []
+    def timeline(self, bases: Sequence[Base]) -> HostTimeline:
+        return HostTimeline()
 
     def settle(self, mark: Any) -> None:
         pass
-
-    def time_ns(self, base: Base, mark: int) -> int:
-        return mark

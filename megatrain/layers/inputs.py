@@ -132,6 +132,10 @@ def _mask(segments: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> Tensor
 def _check_batch(model: ModelSpec, recipe: Recipe, batch: Mapping[str, Tensor]) -> None:
     if "input_ids" not in batch:
         raise ValueError(f"batch: must have input_ids, got {sorted(batch)}")
+    for name in batch:
+        if name not in ("input_ids", "labels", "segments"):
+            hint = "; padding is said by segments (recipe.attention_mask: segments)" if name == "attention_mask" else ""
+            raise ValueError(f"batch.{name}: is not read; a batch has input_ids, labels and segments{hint}")
     expects = recipe.attention_mask == "segments"
     if ("segments" in batch) != expects:
         rule = "must" if expects else "must not"

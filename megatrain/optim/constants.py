@@ -17,7 +17,7 @@ so step T has exactly min_lr and later steps keep it. In terms of torch's schedu
 rate *after* t calls of `scheduler.step()`; a loop that steps the scheduler after the optimizer runs one step behind
 it and spends its first update on a learning rate of zero.
 
-This module imports numpy only.
+This module needs numpy and no torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.recipe import AdamW
+from megatrain.schedule.layout import CONSTANTS_NBYTES
 
-N_CONSTANTS: Final = 16
+N_CONSTANTS: Final = CONSTANTS_NBYTES // 4
+"""Of the block that lowering lays out and every kernel reads."""
 
 SKIP: Final = 0
 """Not zero: the update writes nothing."""
@@ -106,14 +108,11 @@ def step_constants(optimizer: AdamW, step: int, *, factor: float = 1.0, skip: bo
     those of Kingma & Ba, arXiv 1412.6980, section 2, in the form lr / bc1 and sqrt(v) * (1 / sqrt(bc2)); decay is decoupled
     (Loshchilov & Hutter, arXiv 1711.05101).
 
-    Raises ValueError for a step below 1, a factor that is negative or not finite, and an eps that FP32 rounds to zero
-    (zero padding between parameters would become 0 / 0).
+    Raises ValueError for a step below 1 and a factor that is negative or not finite; `AdamW` has refused what FP32 cannot hold.
     """
     _require_step(step)
     if not (math.isfinite(factor) and factor >= 0):
         raise ValueError(f"step_constants: factor must be finite and >= 0, got {factor!r}")
-    if np.float32(optimizer.eps) == 0:
-        raise ValueError(f"step_constants: optimizer.eps must not round to 0 in FP32, got {optimizer.eps!r}")
     lr = learning_rate(optimizer, step)
     block = np.zeros(N_CONSTANTS, dtype=np.float64)
     block[SKIP] = float(skip)

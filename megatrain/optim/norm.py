@@ -14,7 +14,9 @@ Squares are >= +0 and x + 0 == x, so the padding is never made: where the upper 
 
 The partials double as the check for non-finite gradients: a tile with an Inf or NaN has a partial that is not finite.
 So has one whose sum of squares exceeds FP32 (an element beyond 1.8e19); such a step is not usable either, and is
-skipped alike.
+skipped alike. At the other end squares underflow: an element below 1.1e-19 (2^-63) adds a square with digits missing, one
+below 2.6e-23 (2^-75) nothing at all. So a norm is exact to FP32's rounding where what carries it is between these, and a
+gradient that lies wholly below them has norm 0 and is not clipped.
 """
 
 from __future__ import annotations
@@ -27,14 +29,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-TILE = 65_536
+from megatrain.recipe import NORM_TILE
+
 # Temporaries of `norm_partials`: at most this many tiles, 256 KiB each.
 TILES_AT_ONCE = 16
 
 
 def n_tiles(numel: int) -> int:
     """Number of tiles, and of norm partials, of a parameter with `numel` elements."""
-    return -(-numel // TILE)
+    return -(-numel // NORM_TILE)
 
 
 def norm_partials(grad: Tensor, out: Tensor, *, tiles_at_once: int = TILES_AT_ONCE) -> None:
@@ -46,13 +49,13 @@ def norm_partials(grad: Tensor, out: Tensor, *, tiles_at_once: int = TILES_AT_ON
     """
     _validate(grad, out, tiles_at_once)
     numel = grad.numel()
-    full = numel // TILE
+    full = numel // NORM_TILE
     with torch.no_grad():
         for first in range(0, full, tiles_at_once):
             last = min(first + tiles_at_once, full)
-            _sum_rows(grad[first * TILE : last * TILE].view(last - first, TILE), out[first:last])
-        if full * TILE < numel:
-            _sum_rows(grad[full * TILE :].view(1, numel - full * TILE), out[full:])
+            _sum_rows(grad[first * NORM_TILE : last * NORM_TILE].view(last - first, NORM_TILE), out[first:last])
+        if full * NORM_TILE < numel:
+            _sum_rows(grad[full * NORM_TILE :].view(1, numel - full * NORM_TILE), out[full:])
 
 
 def finish_norm(partials: NDArray[np.float32]) -> float:

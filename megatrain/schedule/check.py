@@ -87,8 +87,8 @@ def _check_part(schedule: Schedule, part: Part, needs: Callable[[Op], Needs]) ->
 
 
 def _content(schedule: Schedule, a: Access) -> Content:
-    start = a.start - a.start if a.tag.what in VECTORS else a.start
-    return Content(schedule.storages[a.storage].space, a.tag, start, a.stop - a.start + start)
+    start = 0 if a.tag.what in VECTORS else a.start
+    return Content(schedule.storages[a.storage].space, a.tag, start, start + a.nbytes)
 
 
 def _text(content: Content) -> str:

@@ -1,8 +1,8 @@
 """What each kind of op reads and writes, written down without looking at lowering.
 
-`expected(op, schedule)` states, for one op, every content it must read and must write: a space, a tag, and the bytes of the
-block (or vector) the access must cover. `check` compares this with what the op says; so a read or write that lowering forgot,
-or a chunk at a wrong offset, is found even where no other op would miss it.
+`table_of(schedule)` gives a function that states, for one op, its lane and every content it must read and must write: a space,
+a tag, and the bytes of the block (or vector) the access must cover. `check` compares this with what the op says; so a read or
+write that lowering forgot, or a chunk at a wrong offset, is found even where no other op would miss it.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from megatrain.recipe import DTYPE_NBYTES, NORM_TILE, Recipe
 from megatrain.schedule.nouns import Space, Storage
 
 CONSTANTS_NBYTES = 64
+"""Sixteen FP32 values, see `megatrain.optim.constants`."""
 NORM_NBYTES = 16
 LOSS_NBYTES = 4
 

@@ -149,9 +149,18 @@ class Schedule:
     body: Part
     epilogue: Part
 
+    def parts(self, steps: int) -> list[Part]:
+        """What runs for `steps` training steps, cold to cold: prologue, (steps - 1) x body, epilogue. An evaluation is its
+        prologue, whatever `steps`. ValueError for fewer steps than one."""
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ValueError(f"steps: must be an integer >= 1, got {steps!r}")
+        if self.mode == "evaluate":
+            return [self.prologue]
+        return [self.prologue, *[self.body] * (steps - 1), self.epilogue]
+
     def unroll(self, steps: int) -> list[PlacedOp]:
-        """`steps` training steps from cold to cold: prologue + (steps - 1) x body + epilogue."""
-        return place([self.prologue, *[self.body] * (steps - 1), self.epilogue])
+        """The ops of `parts(steps)`, each with its deps as positions among them. ValueError as `parts`."""
+        return place(self.parts(steps))
 
     def digests(self) -> dict[str, str]:
         """One hash a part, over what each lane runs: names, deps waited for, ranges bound. See `part_digest`."""

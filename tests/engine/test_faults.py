@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -274,3 +276,172 @@ def test_poison_is_really_put_into_slots() -> None:
     with Engine(model, recipe, PLAN, random_weights(model), wrap=too_early) as engine:
         assert engine.step(random_batches(model, recipe, 1)[0]).skipped is not None
     assert train(model, recipe, PLAN, steps=1, wrap=poisoned).losses
+
+
+# ---- the user's side ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lane", ["compute", "cpu", "d2h"])
+@pytest.mark.parametrize("call", ["flush", "evaluate", "state_dict"])
+def test_an_interrupted_wait_loses_no_order(call: str, lane: Lane) -> None:
+    """Ctrl-C while a flush is under way, caught, and training goes on: the next step must not overtake what is pending."""
+    model, recipe = small_model(), small_recipe()
+    batches = random_batches(model, recipe, 4)
+
+    class Impatient:
+        """A clock whose first wait of the calling thread, once armed, is interrupted."""
+
+        def __init__(self) -> None:
+            self.inner, self.armed = RealClock(), False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def wait(self, signal: Signal, who: str) -> None:
+            if self.armed and who == "the caller":
+                self.armed = False
+                raise KeyboardInterrupt
+            self.inner.wait(signal, who)
+
+    clock = Impatient()
+
+    def slow(inner: Any) -> Backend:
+        return Disturbed(inner=inner, before=lambda op: inner.clock.sleep(300_000 * (op.lane == lane), op.name))
+
+    with (
+        Engine(model, recipe, PLAN, random_weights(model), clock=clock, wrap=slow) as engine,
+        Engine(model, recipe, PLAN, random_weights(model)) as clean,
+    ):
+        engine.step(batches[0])
+        clock.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            getattr(engine, call)(*([batches[0]] if call == "evaluate" else []))
+        for batch in batches[1:]:
+            engine.step(batch)
+        for batch in batches:
+            clean.step(batch)
+        ours, theirs = engine.state_dict(), clean.state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_an_interrupt_while_submitting_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, puts = executor_module._Mailbox.put, 0
+
+    def interrupted(self: Any, run: PartRun) -> None:
+        nonlocal puts
+        puts += 1
+        if puts == 3:
+            raise KeyboardInterrupt
+        honest(self, run)
+
+    monkeypatch.setattr(executor_module._Mailbox, "put", interrupted)
+    model, recipe = small_model(), small_recipe()
+    with Engine(model, recipe, PLAN, random_weights(model)) as engine:
+        batch = random_batches(model, recipe, 1)[0]
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(batch)
+        with pytest.raises(LaneError, match="prologue: interrupted while it was submitted"):
+            engine.step(batch)
+
+
+def test_a_batch_may_be_reused_as_soon_as_step_returns() -> None:
+    model, recipe = small_model(), small_recipe()
+    batches = random_batches(model, recipe, 5)
+    buffer = torch.empty_like(batches[0]["input_ids"])
+
+    def slow(inner: Any) -> Backend:
+        return Disturbed(inner=inner, before=lambda op: inner.clock.sleep(3_000_000 * (op.kind == "input"), op.name))
+
+    with Engine(model, recipe, PLAN, random_weights(model), wrap=slow) as engine:
+        results = []
+        for batch in batches:
+            buffer.copy_(batch["input_ids"])
+            results.append(engine.step({"input_ids": buffer}))
+        losses = [r.loss for r in results]
+    assert losses == train(model, recipe, PLAN).losses
+
+
+def test_results_outlive_the_engine_and_a_failure() -> None:
+    model, recipe = small_model(), small_recipe()
+    batches = random_batches(model, recipe, 3)
+
+    def failing(inner: Any) -> Backend:
+        count = 0
+
+        def before(op: Op) -> None:
+            nonlocal count
+            count += op.kind == "loss"
+            if count > 2 * recipe.micro_batches:
+                raise OSError("gone")
+
+        return Disturbed(inner=inner, before=before)
+
+    with Engine(model, recipe, PLAN, random_weights(model), wrap=failing) as engine:
+        results = [engine.step(batch) for batch in batches]
+        with pytest.raises(LaneError):
+            engine.flush()
+        assert [r.loss for r in results[:2]] == train(model, recipe, PLAN, steps=2).losses
+        with pytest.raises(LaneError, match="gone"):
+            _ = results[2].loss
+
+
+def test_a_script_may_end_without_closing() -> None:
+    code = (
+        "from tests.engine.small import *\nfrom tests.engine.test_faults import PLAN\n"
+        "m, r = small_model(), small_recipe()\n"
+        "e = Engine(m, r, PLAN, random_weights(m))\n"
+        "[e.step(b) for b in random_batches(m, r, 3)]\nraise SystemExit(5)"
+    )
+    for _ in range(2):
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_mask": torch.ones(2, 13)}, r"batch.attention_mask: is not read; .* segments \(recipe.attention_mask"),
+        ({"label": torch.ones(2, 13)}, "batch.label: is not read"),
+        ({"input_ids": torch.zeros(3, 13, dtype=torch.int64)}, r"batch.input_ids: must be \(2, 13\)"),
+    ],
+)
+def test_a_batch_with_what_nobody_reads_is_refused(change: dict[str, Tensor], message: str) -> None:
+    model, recipe = small_model(), small_recipe()
+    with Engine(model, recipe, PLAN, random_weights(model)) as engine:
+        with pytest.raises(ValueError, match=message):
+            engine.step(random_batches(model, recipe, 1)[0] | change)
+        with pytest.raises(ValueError, match="gradients: no step has run"):
+            engine.gradients()
+        engine.step(random_batches(model, recipe, 1)[0])
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"plan.adam_threads: must be at most the \d+ cores there are, got 100000"):
+        Engine(small_model(), small_recipe(), Plan(adam_threads=100_000), random_weights(small_model()))
+
+
+def test_a_tied_head_must_be_the_embedding() -> None:
+    model = small_model(tied=True)
+    weights = random_weights(model)
+    embedding = weights["model.embed_tokens.weight"]
+    Engine(model, small_recipe(), PLAN, weights | {"lm_head.weight": embedding.clone()}).close()
+    with pytest.raises(ValueError, match=r"'lm_head.weight' must equal 'model.embed_tokens.weight'"):
+        Engine(model, small_recipe(), PLAN, weights | {"lm_head.weight": embedding + 1})
+
+
+def test_handles_of_kept_layers_are_known_apart() -> None:
+    """An engine that gives a backward another micro-batch's activations is seen by its digest."""
+    model, recipe = small_model(), small_recipe()
+    plan = Plan(activations={"default": "keep"})
+
+    def swapped(inner: Any) -> Backend:
+        def before(op: Op) -> None:
+            if op.name == "backward[3.0]":
+                saved = inner.kernels._saved
+                saved["saved[3.0]"], saved["saved[3.1]"] = saved["saved[3.1]"], saved["saved[3.0]"]
+
+        return Disturbed(inner=inner, before=before)
+
+    with Engine(model, recipe, plan, random_weights(model), wrap=swapped) as engine:
+        engine.step(random_batches(model, recipe, 1)[0])
+        with pytest.raises(ForeignTrace):
+            compare(engine.schedule, simulate(engine.schedule, H200, steps=1), engine.trace())
