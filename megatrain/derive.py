@@ -37,7 +37,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from megatrain.schedule.nouns import LANES, Kind, Lane, Op, Part, PlacedOp, Schedule, place
+from megatrain.schedule.nouns import LANES, Kind, Lane, Op, Part, PlacedOp, Schedule, after_flush, place
 from megatrain.trace import Event, Trace
 
 Cause = Literal[
@@ -220,7 +220,7 @@ def join(schedule: Schedule, trace: Trace) -> Run:
         if not follows[name]:
             raise ValueError(f"trace ({trace.source}): part {p} is {name!r}, which cannot follow {before or 'nothing'}")
     parts = [named[name] for name in trace.parts]
-    placed = place(parts, barrier_before=[p > 0 and part.name == "prologue" for p, part in enumerate(parts)])
+    placed = place(parts, barrier_before=after_flush(parts))
     lanes: dict[Lane, list[int]] = {lane: [] for lane in LANES}
     before_on_lane = []
     for i, q in enumerate(placed):

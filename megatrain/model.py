@@ -225,7 +225,7 @@ _CAUSAL_LM: dict[str, Architecture] = {
     "Qwen3ForCausalLM": "qwen3",
     "MistralForCausalLM": "mistral",
 }
-# The library's activations that are functions: those with parameters of their own (prelu, xielu) would need a place in the layout.
+# The library's activations that are functions: parameters of their own (prelu, xielu) would need a place in the layout.
 ACTIVATIONS = frozenset({
     "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh", "gelu_pytorch_tanh",
     "hardswish", "laplace", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2", "relu6", "sigmoid", "silu", "swish",

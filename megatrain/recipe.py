@@ -132,7 +132,7 @@ def _in_fp32(value: float) -> float:
     """The nearest FP32 number, infinity beyond the largest."""
     try:
         rounded: float = struct.unpack("f", struct.pack("f", value))[0]
-    except OverflowError:
+    except (OverflowError, struct.error):  # the second for an integer beyond even a double
         return float("inf")
     return rounded
 

@@ -16,7 +16,7 @@ import simpy
 
 from megatrain.derive import SPREAD_LIMIT, STEADY, step_time
 from megatrain.hardware import HardwareProfile
-from megatrain.schedule.nouns import PlacedOp, Schedule, Space, place
+from megatrain.schedule.nouns import PlacedOp, Schedule, Space, after_flush, place
 from megatrain.trace import Event, Trace
 from sim.cost import Work, alone_ns, works
 from sim.fluid import Fluid, Segment
@@ -35,17 +35,26 @@ class OpTimes(NamedTuple):
     end_ns: int
 
 
-def simulate(schedule: Schedule, hardware: HardwareProfile, *, steps: int = STEPS, contention: bool = True) -> Trace:
+def simulate(
+    schedule: Schedule,
+    hardware: HardwareProfile,
+    *,
+    steps: int = STEPS,
+    parts_run: Sequence[str] | None = None,
+    contention: bool = True,
+) -> Trace:
     """The predicted trace of `steps` training steps from cold to cold, or of one evaluation.
 
-    `contention=False` gives every op its duration alone. The trace's notes say what the machine lacks (memory, cores), what the
-    profile had no measurement for, and whether the step time had not become steady. ValueError for fewer steps than one.
+    `parts_run` names the parts to run in place of `steps`: a measured trace's `parts`, whatever flushes it has. With
+    `contention=False` every op has its duration alone. The trace's notes say what the machine lacks (memory, cores), what the profile had no
+    measurement for, and whether the step time had not become steady. ValueError for fewer steps than one and for a part that the
+    schedule does not have.
     """
-    parts = schedule.parts(steps)
+    parts = schedule.parts(steps) if parts_run is None else [schedule.part(name) for name in parts_run]
     costs = works(schedule, hardware)
     sharing = Sharing(hardware) if contention else None
     tables = [costs.parts[part.name] for part in parts]
-    placed = place(parts)
+    placed = place(parts, barrier_before=after_flush(parts))
     times = simulate_ops(placed, lambda p: tables[p.part][p.position], sharing)
     events = tuple(Event(p.part, p.position, *t) for p, t in zip(placed, times, strict=True))
     digests = schedule.digests()
@@ -56,7 +65,7 @@ def simulate(schedule: Schedule, hardware: HardwareProfile, *, steps: int = STEP
         events=events,
     )
     notes = [*_memory_notes(schedule, hardware, trace), *costs.notes, *(sharing.notes if sharing is not None else [])]
-    if schedule.mode == "train" and steps >= STEPS:
+    if schedule.mode == "train" and sum(part.name != "epilogue" for part in parts) >= STEPS:
         mean, spread = step_time(schedule, trace)
         if spread > SPREAD_LIMIT:
             notes.append(f"step times are not steady: the last {STEADY} differ by {spread:.2%} of their mean {mean} ns")

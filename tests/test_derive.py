@@ -23,6 +23,7 @@ from megatrain.derive import (
     overlap,
     settled,
     stalls,
+    step_time,
     step_times,
 )  # fmt: skip
 from megatrain.model import ModelSpec
@@ -315,17 +316,35 @@ def test_step_times_are_differences_of_the_last_compute_ends() -> None:
     def compute_ns(part: Part) -> int:
         return 7 * sum(op.lane == "compute" for op in part.ops)
 
-    body, cold = compute_ns(schedule.body), compute_ns(schedule.prologue) + compute_ns(schedule.epilogue)
-    assert step_times(schedule, trace) == [body, body, cold, body]
+    body = compute_ns(schedule.body)
+    assert step_times(schedule, trace) == {1: body, 2: body, 4: body}
+    facts = derive(schedule, trace)
+    assert (facts.timed_steps, facts.step_times_ns) == ((1, 2, 4), (body,) * 3)
+    assert step_time(schedule, trace) == settled(facts.step_times_ns) == (body, 0.0)
 
 
-def test_settled_step_time_is_the_mean_of_the_later_half() -> None:
+def test_what_a_flush_takes_is_in_no_step() -> None:
+    schedule = lower(MODEL, Recipe(seq_len=4), Plan())
+    parts = ["prologue", "body", "epilogue", "prologue", "body", "body"]
+
+    def after_the_flush(delay: int) -> Trace:
+        return scheduled(schedule, parts, lambda q: 5, lambda q: delay if q.part == 3 and q.op.kind == "input" else 0)
+
+    assert step_times(schedule, after_the_flush(0)) == step_times(schedule, after_the_flush(10**9))
+    assert list(step_times(schedule, after_the_flush(0))) == [1, 3, 4]
+    with pytest.raises(ValueError, match="two steps in a row"):
+        step_time(schedule, scheduled(schedule, ["prologue", "epilogue", "prologue"], lambda q: 5))
+
+
+def test_settled_step_time_is_the_mean_of_the_last_six_or_the_later_half() -> None:
     times = [900, 900, 900, 900, 900, 100, 100, 100, 100, 100, 106]  # of 12 steps
     mean, spread = settled(times)
     assert mean == 101
     assert spread == pytest.approx(6 / 101)
     assert settled([5]) == (5, 0.0)
-    with pytest.raises(ValueError, match="fewer than two"):
+    assert settled([900] * 20 + [10, 11, 12, 10, 11, 12]) == (11, pytest.approx(2 / 11))
+    assert settled([900, 900, 10, 20]) == (15, pytest.approx(10 / 15))
+    with pytest.raises(ValueError, match="no two ran"):
         settled([])
 
 
@@ -478,7 +497,7 @@ def test_evaluation_runs_are_derived_too() -> None:
     schedule = lower_evaluation(MODEL, Recipe(seq_len=4), Plan())
     trace = scheduled(schedule, ["prologue", "prologue"], lambda q: 5)
     facts = derive(schedule, trace)
-    assert len(facts.step_times_ns) == 1
+    assert facts.step_times_ns == ()
     first = [e for e in trace.events if e.part == 1]
     assert min(e.start_ns for e in first) >= max(e.end_ns for e in trace.events if e.part == 0)
 

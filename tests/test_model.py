@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.activations import ACT2FN
 
 from megatrain.layers.inputs import LayerInputs, rotary_tables
 from megatrain.layers.library import CLASSES, hf_config
-from megatrain.model import ALIGN_ELEMENTS, ModelSpec, check_sequence
+from megatrain.model import ACTIVATIONS, ALIGN_ELEMENTS, ModelSpec, check_sequence
 
 TINY = {
     "vocab_size": 131,
@@ -217,7 +218,35 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (tiny("llama", pad_token_id=131), "pad_token_id: must be a token of the vocabulary of 131, got 131"),
     (tiny("llama", tie_word_embeddings="no"), "tie_word_embeddings"),
     (tiny("llama", rms_norm_eps="tiny"), "rms_norm_eps"),
+    (tiny("llama", rms_norm_eps=float("nan")), "rms_norm_eps: must be a finite number >= 0, got nan"),
+    (tiny("llama", rms_norm_eps=float("inf")), "rms_norm_eps: must be a finite number >= 0, got inf"),
+    (tiny("llama", initializer_range=float("nan")), "initializer_range: must be a finite number >= 0 and <= 1, got nan"),
+    (tiny("llama", rope_theta=float("nan")), "rope_theta: must be a number > 0, got nan"),
+    (tiny("llama", rope_scaling={"type": "linear"}), "rope_parameters.factor: must be given for linear, got None"),
+    (tiny("llama", rope_scaling={"type": "linear", "factor": float("nan")}), "rope_parameters.factor: .*, got nan"),
+    (tiny("llama", rope_scaling={"type": "linear", "factor": "2"}), "rope_parameters.factor: .*, got '2'"),
+    (tiny("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor: must be given for llama3"),
+    (tiny("llama", rope_scaling=LLAMA3 | {"beta_fast": 32}), "beta_fast: must be absent .llama3 has no such value., got 32"),
+    (tiny("qwen2", rope_scaling={"type": "default", "mrope_section": [16, 24, 24]}), "mrope_section: must be absent"),
+    (tiny("llama", rope_scaling={"type": "yarn", "factor": 2.0, "truncate": "no"}), "truncate: must be true or false"),
     (tiny("llama", hidden_act=None), "hidden_act"),
+    (tiny("llama", hidden_act="swish9"), "hidden_act: must be one of gelu, .*, got 'swish9'"),
+    (tiny("llama", hidden_act="prelu"), "hidden_act: must be one of gelu, .*, got 'prelu'"),
+    # What other models compute and none of the four does.
+    (tiny("llama", final_logit_softcapping=30.0), r"final_logit_softcapping: must be absent or off \(llama .*, got 30.0"),
+    (tiny("mistral", attn_logit_softcapping=50.0), "attn_logit_softcapping: must be absent or off"),
+    (tiny("llama", embedding_multiplier=12.0), "embedding_multiplier: must be 1 .*, got 12.0"),
+    (tiny("llama", logits_scaling=8), "logits_scaling: must be 1"),
+    (tiny("llama", residual_multiplier=0.22), "residual_multiplier: must be 1"),
+    (tiny("llama", pretraining_tp=2), "pretraining_tp: must be 1 .*, got 2"),
+    (tiny("llama", sliding_window=32), "sliding_window: must be absent or off"),
+    (tiny("llama", use_sliding_window=True), "use_sliding_window"),
+    (tiny("llama", layer_types=["full_attention", "sliding_attention"]), "layer_types: must be full_attention"),
+    (tiny("mistral", attention_bias=True), "attention_bias: must be absent or off"),
+    (tiny("qwen2", num_experts=8), "num_experts"),
+    (tiny("qwen3", no_rope_layers=[1, 0]), "no_rope_layers"),
+    (tiny("llama", position_embedding_type="alibi"), "position_embedding_type"),
+    (tiny("llama", something_new=0.5), "something_new: must be absent or off .*, got 0.5"),
     (tiny("llama", quantization_config={"bits": 4}), "quantization_config"),
 ]
 
@@ -227,6 +256,32 @@ def test_what_cannot_be_computed_exactly_is_refused(config: dict[str, Any], mess
     with pytest.raises(ValueError, match=message) as refusal:
         ModelSpec.from_config(config)
     assert str(refusal.value).startswith("config.")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+def test_fields_that_change_nothing_are_accepted(architecture: str) -> None:
+    """All that the library's own config class writes, generation's fields of older files, and whatever is switched off."""
+    plain = ModelSpec.from_config(tiny(architecture))
+    fields = tiny(architecture)
+    written = AutoConfig.for_model(fields.pop("model_type"), **fields).to_dict()
+    assert ModelSpec.from_config(written | {"dtype": "bfloat16"}) == plain
+    harmless = {
+        "torch_dtype": "bfloat16", "use_cache": True, "bos_token_id": 1, "eos_token_id": [2, 3], "transformers_version": "4.30.0",
+        "_name_or_path": "somewhere", "temperature": 0.7, "pretraining_tp": 1, "embedding_multiplier": 1.0, "use_mrope": False,
+        "final_logit_softcapping": None, "num_experts": 0, "pruned_heads": {}, "architectures": None,
+    }  # fmt: skip
+    assert ModelSpec.from_config(tiny(architecture) | harmless) == plain
+
+
+def test_the_known_activations_are_the_librarys_functions() -> None:
+    assert ACT2FN.keys() >= ACTIVATIONS
+    for name in ACT2FN:
+        made = ACT2FN[name]
+        has_parameters = isinstance(made, torch.nn.Module) and any(True for _ in made.parameters())
+        assert not (name in ACTIVATIONS and has_parameters), name
+        if name in ACTIVATIONS:
+            assert made(torch.ones(3)).shape == (3,)
+            assert json.loads(ModelSpec.from_config(tiny("llama", hidden_act=name)).config_json)["hidden_act"] == name
 
 
 def test_files_that_hold_no_config(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from megatrain.engine.backend import Base, HostTimeline, Ran
 from megatrain.engine.clock import Clock, RealClock
 from megatrain.engine.kernels import Kernels, UpdateCount
 from megatrain.engine.memory import Memory
+from megatrain.model import BlockSpec
 from megatrain.optim.kernel import adamw_update
 from megatrain.optim.norm import n_tiles, norm_partials
 from megatrain.schedule.nouns import Lane, Op, Schedule
@@ -72,12 +73,12 @@ class CpuOps:
         # A plain memory copy: the GIL is released while it runs, and torch's threads stay out of it.
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
-    def pack(self, sums: Sequence[Tensor], grads: Sequence[Tensor], partials: Tensor) -> None:
+    def pack(self, block: BlockSpec, sums: Tensor, grads: Tensor, partials: Tensor) -> None:
         at = 0
-        for total, grad in zip(sums, grads, strict=True):
-            grad.copy_(total)
-            count = n_tiles(grad.numel())
-            norm_partials(grad.view(-1), partials[at : at + count])
+        for p in block.params:
+            grad, count = grads[p.offset : p.end], n_tiles(p.numel)
+            grad.copy_(sums[p.offset : p.end])
+            norm_partials(grad, partials[at : at + count])
             at += count
 
     def adamw(self, master: tuple[Tensor, ...], m: Tensor, v: Tensor, grad: Tensor, constants: Tensor, *, decayed: bool) -> None:

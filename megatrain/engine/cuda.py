@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,10 +28,12 @@ from megatrain.engine.backend import Ran
 from megatrain.engine.clock import Clock, RealClock
 from megatrain.engine.kernels import Kernels, UpdateCount
 from megatrain.engine.memory import Memory
-from megatrain.optim.norm import n_tiles
+from megatrain.model import BlockSpec
 from megatrain.recipe import Recipe
 from megatrain.schedule.nouns import Lane, Op, Schedule
 from megatrain.trace import Source
+
+SWITCH_INTERVAL_S = 50e-6
 
 
 class CudaBase(NamedTuple):
@@ -58,13 +61,17 @@ class CudaBackend:
             error = int(torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0))
             if error:
                 raise MemoryError(f"pinning {view.numel()} bytes of host memory failed: CUDA error {error}")
-        self.kernels = Kernels(schedule=schedule, memory=self.memory, device=CudaOps(), counts=counts)
+        self.kernels = Kernels(schedule=schedule, memory=self.memory, device=CudaOps(schedule), counts=counts)
         # Copies first: where the device must choose, a short copy lets long computation start.
         self._streams: dict[Lane, torch.cuda.Stream] = {
             "h2d": torch.cuda.Stream(priority=-1), "d2h": torch.cuda.Stream(priority=-1), "compute": torch.cuda.Stream(),
         }  # fmt: skip
         self._idle = torch.cuda.Stream(priority=-1)
         torch.cuda.synchronize()  # the arena was filled on the default stream
+        # Lanes hand over to each other many times a step. A thread that wants the interpreter asks for it after this long; at
+        # the default of 5 ms the device would wait for the next op to be enqueued.
+        self._switch_interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     def close(self) -> None:
         """Wait for the device and give pinned memory back to the driver."""
@@ -72,6 +79,7 @@ class CudaBackend:
         for view in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
         self._pinned = []
+        sys.setswitchinterval(self._switch_interval_s)
 
     def enter_lane(self, lane: Lane) -> None:
         if lane in self._streams:
@@ -153,15 +161,21 @@ def elapsed_ns(start: torch.cuda.Event, end: torch.cuda.Event) -> int:
 class CudaOps:
     """Device operations on the current stream."""
 
+    def __init__(self, schedule: Schedule) -> None:
+        # Blocks of one structure have the same tiles.
+        tables: dict[tuple[tuple[int, int], ...], Tensor] = {}
+        self._tiles: dict[int, Tensor] = {}
+        for block in schedule.model.blocks:
+            key = tuple((p.offset, p.end) for p in block.params)
+            if key not in tables:
+                tables[key] = triton_kernels.tiles_of(key).cuda()
+            self._tiles[block.index] = tables[key]
+
+    def pack(self, block: BlockSpec, sums: Tensor, grads: Tensor, partials: Tensor) -> None:
+        triton_kernels.pack(self._tiles[block.index], sums, grads, partials)
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
-
-    def pack(self, sums: Sequence[Tensor], grads: Sequence[Tensor], partials: Tensor) -> None:
-        at = 0
-        for total, grad in zip(sums, grads, strict=True):
-            count = n_tiles(grad.numel())
-            triton_kernels.pack(total.view(-1), grad.view(-1), partials[at : at + count])
-            at += count
 
     def adamw(self, master: tuple[Tensor, ...], m: Tensor, v: Tensor, grad: Tensor, constants: Tensor, *, decayed: bool) -> None:
         triton_kernels.adamw(master, m, v, grad, constants, decayed=decayed)

@@ -207,9 +207,6 @@ class Executor:
         except BaseException as error:  # whatever ends a lane must end the run
             self._fail(LaneError(f"{current}: {type(error).__name__}: {error}"), error)
         finally:
-            # Reached by a lane that merely stops, too: without this, the others would wait for it for ever.
-            if not self._closed and self._failure is None:
-                self._fail(LaneError(f"{current}: the lane ended"), None)
             self.clock.leave(thread)
 
     def _run_op(self, run: PartRun, i: int, lane: Lane) -> None:
@@ -273,8 +270,8 @@ def _events(runs: Sequence[PartRun], timeline: Timeline) -> list[Event]:
 
 
 def run_schedule(schedule: Schedule, backend: Backend, steps: int) -> Trace:
-    """Run `schedule.unroll(steps)` on a backend that needs no batches, and return the trace."""
-    parts = [schedule.prologue, *[schedule.body] * (steps - 1), schedule.epilogue]
+    """Run `schedule.parts(steps)` on a backend that needs no batches, and return the trace. ValueError for no step."""
+    parts = schedule.parts(steps)
     place(parts)  # a `prev` that names nothing is found before anything runs
     executor = Executor(backend)
     try:

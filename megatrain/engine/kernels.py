@@ -6,7 +6,7 @@ between devices (how bytes are copied, how gradients are packed, how AdamW runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -69,8 +69,9 @@ class DeviceOps(Protocol):
         """Copy uint8 bytes between host and device, either way."""
         ...
 
-    def pack(self, sums: Sequence[Tensor], grads: Sequence[Tensor], partials: Tensor) -> None:
-        """Round FP32 sums to the type of `grads`, parameter by parameter, and write the norm partials of the result."""
+    def pack(self, block: BlockSpec, sums: Tensor, grads: Tensor, partials: Tensor) -> None:
+        """Round a block's FP32 `sums` [span] to the type of `grads` [span] and write the norm partials of the result, parameter
+        after parameter."""
         ...
 
     def adamw(self, master: tuple[Tensor, ...], m: Tensor, v: Tensor, grad: Tensor, constants: Tensor, *, decayed: bool) -> None:
@@ -223,17 +224,15 @@ def _backward(b: Kernels, x: Operands, step: StepContext) -> None:
     else:
         _, saved = template.forward(weights, b.hidden(x.reads["hidden", op.block]), layer_inputs(inputs))
     dx, grads = template.backward(weights, saved, dy)
-    for accumulator, grad in zip(accumulators, grads, strict=True):
-        accumulate(accumulator, grad, first)
+    accumulate(accumulators, grads, first)
     b.hidden(x.writes["dhidden", op.block]).copy_(dx)
 
 
 def _pack(b: Kernels, x: Operands, step: StepContext) -> None:
     assert x.op.block is not None
     block, dtype = b.block(x.op.block), DTYPES[b.schedule.recipe.gradient_dtype]
-    sums = b.params(x.reads["acc", block.index], block, torch.float32)
-    grads = b.params(x.writes["grad", block.index], block, dtype)
-    b.device.pack(sums, grads, x.writes["partials", None].view(torch.float32))
+    sums, grads = x.reads["acc", block.index].view(torch.float32), x.writes["grad", block.index].view(dtype)
+    b.device.pack(block, sums, grads, x.writes["partials", None].view(torch.float32))
 
 
 def _constants(b: Kernels, x: Operands, step: StepContext) -> None:

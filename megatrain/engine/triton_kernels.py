@@ -6,6 +6,8 @@ correctly rounded, FP64 where the specification has it, and the norm's tree adds
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +25,6 @@ from megatrain.optim.constants import (
     SKIP,
     STEP_SIZE,
 )
-from megatrain.optim.norm import n_tiles
 from megatrain.recipe import NORM_TILE
 
 _INDEX = {
@@ -84,10 +85,13 @@ def adamw(master: tuple[Tensor, ...], m: Tensor, v: Tensor, grad: Tensor, consta
 
 
 @triton.jit
-def _pack(sums, grads, partials, n, TILE: tl.constexpr, LEVELS: tl.constexpr):
-    # One program a tile. A level of the tree adds the upper half to the lower: a sum of two, which no order can change.
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    live = at < n
+def _pack(tiles, sums, grads, partials, TILE: tl.constexpr, LEVELS: tl.constexpr):
+    # One program a tile. A level of the tree adds the upper half to the lower: a sum of two, which no order can change. A tile
+    # that is not full adds zeros, which change no square.
+    first = tl.load(tiles + 2 * tl.program_id(0))
+    end = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    at = first + tl.arange(0, TILE)
+    live = at < end
     x = tl.load(sums + at, mask=live, other=0.0).to(grads.dtype.element_ty)
     tl.store(grads + at, x, mask=live)
     x = x.to(tl.float32)
@@ -97,15 +101,17 @@ def _pack(sums, grads, partials, n, TILE: tl.constexpr, LEVELS: tl.constexpr):
     tl.store(partials + tl.program_id(0) + tl.arange(0, 1), x)
 
 
-def pack(sums: Tensor, grads: Tensor, partials: Tensor) -> None:
-    """Round `sums` (FP32, contiguous) to the type of `grads` and write the norm partials of what was rounded, as
-    `megatrain.optim.norm.norm_partials` has them, to `partials` (FP32 [n_tiles]). On the current stream."""
-    n = sums.numel()
-    # A tile that is not full is a tree over the next power of two: what is missing would add zeros.
-    tile = min(NORM_TILE, max(1, 1 << (n - 1).bit_length()))
-    assert partials.numel() == n_tiles(n)
-    warps = 16 if tile > 8192 else 4
+def tiles_of(params: Sequence[tuple[int, int]]) -> Tensor:
+    """The norm tiles of a block whose parameters lie at these (first, end) elements: int64 [tiles, 2] of the same."""
+    return torch.tensor(
+        [(at, min(at + NORM_TILE, end)) for first, end in params for at in range(first, end, NORM_TILE)], dtype=torch.int64
+    )
+
+
+def pack(tiles: Tensor, sums: Tensor, grads: Tensor, partials: Tensor) -> None:
+    """Round `sums` (FP32 [span]) to the type of `grads` [span] within `tiles`, and write the norm partial of each tile as
+    `megatrain.optim.norm.norm_partials` has it to `partials` (FP32 [tiles]). On the current stream."""
     # Without fusion: a square fused into the first sum would round once where the tree rounds twice.
-    _pack[(partials.numel(),)](
-        sums, grads, partials, n, TILE=tile, LEVELS=tile.bit_length() - 1, num_warps=warps, enable_fp_fusion=False
+    _pack[(tiles.shape[0],)](
+        tiles, sums, grads, partials, TILE=NORM_TILE, LEVELS=NORM_TILE.bit_length() - 1, num_warps=16, enable_fp_fusion=False
     )

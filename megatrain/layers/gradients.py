@@ -6,12 +6,15 @@ leaves. The first micro-batch overwrites, so no accumulator has to be cleared.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 
-def accumulate(acc: Tensor, grad: Tensor, first: bool) -> None:
-    """acc = grad if `first` else acc + grad, in FP32. `acc` is FP32 and has `grad`'s shape."""
+def accumulate(acc: Sequence[Tensor], grads: Sequence[Tensor], first: bool) -> None:
+    """acc = grad if `first` else acc + grad, in FP32, pair by pair. `acc` are FP32 with the shapes of `grads`."""
     if first:
-        acc.copy_(grad)
+        torch._foreach_copy_(list(acc), list(grads))
     else:
-        acc.add_(grad)
+        torch._foreach_add_(list(acc), [grad.float() for grad in grads])

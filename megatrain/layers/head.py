@@ -74,10 +74,10 @@ class HeadTemplate:
                 overwrite = first and start == 0
                 for row in range(0, matrix.shape[0], _ROWS):
                     block = slice(row, row + _ROWS)
-                    accumulate(grads[1][block], _product(dz[:, block], hidden), overwrite)
+                    accumulate([grads[1][block]], [_product(dz[:, block], hidden)], overwrite)
                 dh = dz @ matrix
             dx[part], dnorm = torch.autograd.grad(h, (row_leaf, norm_leaf), dh)
-            accumulate(grads[0], dnorm, overwrite)
+            accumulate([grads[0]], [dnorm], overwrite)
         return loss / max(n_valid, 1), dx.view_as(x)
 
     @torch.no_grad()

@@ -158,6 +158,13 @@ class Schedule:
             return [self.prologue]
         return [self.prologue, *[self.body] * (steps - 1), self.epilogue]
 
+    def part(self, name: str) -> Part:
+        """The part of this name; ValueError if there is none."""
+        for part in (self.prologue, self.body, self.epilogue):
+            if part.name == name:
+                return part
+        raise ValueError(f"schedule: has no part {name!r}")
+
     def unroll(self, steps: int) -> list[PlacedOp]:
         """The ops of `parts(steps)`, each with its deps as positions among them. ValueError as `parts`."""
         return place(self.parts(steps))
@@ -215,6 +222,11 @@ def part_digest(lines: dict[str, list[str]]) -> str:
         for line in lines.get(lane, ()):
             digest.update(line.encode() + b"\n")
     return digest.hexdigest()[:16]
+
+
+def after_flush(parts: Sequence[Part]) -> list[bool]:
+    """For each part of a run, whether everything before it has ended: a prologue starts from the cold state."""
+    return [i > 0 and part.name == "prologue" for i, part in enumerate(parts)]
 
 
 def place(parts: Sequence[Part], *, barrier_before: Sequence[bool] | None = None) -> list[PlacedOp]:

@@ -8,6 +8,8 @@ check is reported and the next one runs. `--device cpu` rehearses the same code 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gzip
 import json
 import subprocess
 import sys
@@ -17,17 +19,21 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import pandas as pd
 import torch
 from torch import Tensor
 
-from megatrain.derive import by_cause, derive
+from analysis.tables import format_table
+from megatrain.derive import Facts, by_cause, derive
 from megatrain.engine.engine import Engine
 from megatrain.model import ModelSpec
 from megatrain.optim.constants import step_constants
 from megatrain.optim.kernel import adamw_update
+from megatrain.optim.master import split as split_master
 from megatrain.optim.norm import n_tiles, norm_partials
 from megatrain.plan import Plan
 from megatrain.recipe import AdamW, Recipe
+from megatrain.trace import Trace
 from tests.engine.small import (
     assert_same_bits,
     delayed,
@@ -48,10 +54,29 @@ QWEN25: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def qwen(name: str, **changes: Any) -> ModelSpec:
-    """A Qwen2.5 shape with an untied head."""
+def qwen(name: str, device: Device, **changes: Any) -> ModelSpec:
+    """A Qwen2.5 shape with an untied head; on the cpu backend, which rehearses, a tiny one."""
     fields = {"model_type": "qwen2", "rope_theta": 1e6, "max_position_embeddings": 32768, **QWEN25[name], **changes}
+    if device == "cpu":
+        fields |= {"hidden_size": 56, "intermediate_size": 96, "vocab_size": 211, "num_hidden_layers": 4}
     return ModelSpec.from_config(fields, name=f"Qwen2.5-{name}")
+
+
+def rows_of_1024(rows: int, device: Device, clip_norm: float | None) -> Recipe:
+    """One micro-batch of `rows` sequences of 1,024 tokens, compiled."""
+    if device == "cpu":
+        return Recipe(micro_batch_size=2, seq_len=16, clip_norm=clip_norm)
+    return Recipe(micro_batch_size=rows, seq_len=1024, clip_norm=clip_norm, compiled=True, loss_tile=4096)
+
+
+def streamed_layers(policy: str, device: Device, **fields: Any) -> Plan:
+    """Every decoder layer streamed, embedding and head resident."""
+    placement = {"default": "streamed", "embedding": "resident", "head": "resident"}
+    threads = 2 if device == "cpu" else 14
+    return Plan(placement=placement, update=policy, adam_threads=threads, **fields)  # type: ignore[arg-type]
+
+
+POLICIES: tuple[tuple[str, float | None], ...] = (("during_backward", None), ("next_forward", 1.0))
 
 
 class RandomWeights(Mapping[str, Tensor]):
@@ -89,7 +114,7 @@ def batches(model: ModelSpec, recipe: Recipe, count: int) -> list[dict[str, Tens
 # ---- checks ------------------------------------------------------------------------------------------------------------
 
 
-def preflight(device: Device) -> dict[str, Any]:
+def preflight(device: Device, folder: Path) -> dict[str, Any]:
     import simpy
     import transformers
 
@@ -104,7 +129,7 @@ def preflight(device: Device) -> dict[str, Any]:
     return found
 
 
-def kernels(device: Device) -> dict[str, Any]:
+def kernels(device: Device, folder: Path) -> dict[str, Any]:
     """AdamW and pack on the device have the bits of the CPU kernels."""
     from megatrain.engine import triton_kernels
 
@@ -118,9 +143,8 @@ def kernels(device: Device) -> dict[str, Any]:
         for link in (torch.bfloat16, torch.float32):
             for split in (True, False):
                 for decayed in (True, False):
-                    hi, m, v, g = draw().bfloat16(), draw(), draw(False), draw().to(link)
-                    lo = torch.randint(-32768, 32768, (n,), generator=generator).short()
-                    master = (hi, lo) if split else (draw(),)
+                    m, v, g = draw(), draw(False), draw().to(link)
+                    master = split_master(draw()) if split else (draw(),)
                     constants = torch.from_numpy(step_constants(AdamW(), 3, factor=0.37))
                     old = [t.clone() for t in (*master, m, v, g)]
                     names = ["hi", "lo", "m", "v"] if split else ["w", "m", "v"]
@@ -133,7 +157,8 @@ def kernels(device: Device) -> dict[str, Any]:
                         as_bits = torch.int16 if here.element_size() == 2 else torch.int32
                         where = (here.view(as_bits) != other.cpu().view(as_bits)).nonzero().flatten()[:4]
                         if len(where):
-                            worst.append(f"{name} {case}: {[(float(here[i]), float(other[i]), *(float(x[i]) for x in old)) for i in where]}")
+                            shown = [[float(t[i]) for t in (here, other, *old)] for i in where]
+                            worst.append(f"{name} {case}: here, there, operands: {shown}")
                         checked += here.numel()
     for size in (1, 7, 4097, 65535, 65536, 65537, 1_000_003):
         for link in (torch.bfloat16, torch.float32):
@@ -141,14 +166,14 @@ def kernels(device: Device) -> dict[str, Any]:
             grad, partials = sums.to(link), torch.empty(n_tiles(size))
             norm_partials(grad, partials)
             on_device, found = torch.empty(size, dtype=link, device="cuda"), torch.empty(n_tiles(size), device="cuda")
-            triton_kernels.pack(sums.cuda(), on_device, found)
+            triton_kernels.pack(triton_kernels.tiles_of([(0, size)]).cuda(), sums.cuda(), on_device, found)
             assert torch.equal(on_device.cpu(), grad)
             assert torch.equal(found.cpu(), partials), f"partials of {size} {link}"
     assert not worst, worst
     return {"values compared": checked}
 
 
-def plain_fp32(device: Device) -> dict[str, Any]:
+def plain_fp32(device: Device, folder: Path) -> dict[str, Any]:
     """FP32, eager: the engine against an ordinary PyTorch loop, 5 steps."""
     from tests.engine.test_plain import difference, norm_of, plain_loop
 
@@ -188,49 +213,40 @@ FREE_PLANS: dict[str, Plan] = {
 }  # fmt: skip
 
 
-def bitwise(device: Device) -> dict[str, Any]:
+def bitwise(device: Device, folder: Path) -> dict[str, Any]:
     """BF16, deterministic: equal bits after 5 steps over plans, with slots poisoned and lanes delayed; eager and compiled."""
     done: dict[str, Any] = {}
     sizes = {"hidden_size": 192, "intermediate_size": 520, "vocab_size": 1031}
-    for compiled in (False, True):
-        for tied in (False, True):
-            model = small_model(tied=tied, **sizes)
-            changes = {"precision": "bf16", "seq_len": 40, "compiled": compiled, "loss_tile": 16}
-            clipped, free = small_recipe(**changes), small_recipe(**changes, clip_norm=None)
-            for recipe, plans in ((clipped, PLANS), (free, FREE_PLANS | {"streamed": PLANS["streamed, depth 4"]})):
-                reference = train(model, recipe, PLANS["resident, kept"], device=device)
-                for name, plan in plans.items():
-                    assert_same_bits(train(model, recipe, plan, device=device), reference)
-                    done[f"{'compiled' if compiled else 'eager'} {'tied' if tied else 'untied'} {name}"] = True
-            plan = PLANS["streamed, depth 3, kept"]
-            reference = train(model, clipped, PLANS["resident, kept"], device=device)
+    for compiled, tied in ((True, False), (False, True)):
+        model = small_model(tied=tied, **sizes)
+        changes = {"precision": "bf16", "seq_len": 40, "compiled": compiled and device == "cuda", "loss_tile": 16}
+        clipped, free = small_recipe(**changes), small_recipe(**changes, clip_norm=None)
+        for recipe, plans in ((clipped, PLANS), (free, FREE_PLANS | {"streamed": PLANS["streamed, depth 4"]})):
+            reference = train(model, recipe, PLANS["resident, kept"], device=device)
+            for name, plan in plans.items():
+                assert_same_bits(train(model, recipe, plan, device=device), reference)
+                done[f"{'compiled' if compiled else 'eager'} {'tied' if tied else 'untied'} {name}"] = True
+        reference = train(model, clipped, PLANS["resident, kept"], device=device)
+        for plan in (PLANS["streamed, depth 3, kept"], PLANS["streamed, depth 1"]):
             assert_same_bits(train(model, clipped, plan, wrap=poisoned, device=device), reference)
-            for seed in range(2):
-                assert_same_bits(train(model, clipped, plan, wrap=delayed(seed), device=device), reference)
-            if device == "cpu":
-                return {"rehearsed": len(done)}
-    return {"plans equal": len(done)}
+            assert_same_bits(train(model, clipped, plan, wrap=delayed(1), device=device), reference)
+    return {"plans equal, poison and delays included": sorted(done)}
 
 
-def overlap(device: Device) -> dict[str, Any]:
-    """Qwen2.5-0.5B's shape, all layers streamed, depth 2, 8,192 tokens, 10 steps, twice: (a) and (b) of the promise."""
-    small = device == "cpu"
-    model = qwen("0.5B", **({"hidden_size": 56, "intermediate_size": 96, "vocab_size": 211, "num_hidden_layers": 4} if small else {}))
-    out: dict[str, Any] = {}
-    for policy, clip in (("during_backward", None), ("next_forward", 1.0)):
+def overlap(device: Device, folder: Path) -> dict[str, Any]:
+    """Qwen2.5-0.5B's shape, all layers streamed, depth 2, 8,192 tokens, 10 steps, twice: what lies under what, and who waits."""
+    model, out = qwen("0.5B", device), {}
+    for policy, clip in POLICIES:
+        plan = streamed_layers(policy, device, weight_slots=2, host_gradient_slots=4, chunk_bytes=4 << 20)
         for repeat in range(2):
-            recipe = Recipe(
-                micro_batches=1, micro_batch_size=2 if small else 8, seq_len=16 if small else 1024, clip_norm=clip,
-                compiled=not small, loss_tile=4096,
-            )  # fmt: skip
-            placement = {"default": "streamed", "embedding": "resident", "head": "resident"}
-            plan = Plan(placement=placement, update=policy, weight_slots=2, gradient_slots=2, host_gradient_slots=4, adam_threads=2 if small else 14)  # type: ignore[arg-type]  # fmt: skip
-            out[f"{policy} {repeat}"] = measured(model, recipe, plan, device, steps=10)
+            out[f"{policy} {repeat}"] = measured(model, rows_of_1024(8, device, clip), plan, device, steps=10)
     return out
 
 
-def measured(model: ModelSpec, recipe: Recipe, plan: Plan, device: Device, *, steps: int, warm: int = 4) -> dict[str, Any]:
-    """Run and trace; every figure the promises speak of."""
+def measured(
+    model: ModelSpec, recipe: Recipe, plan: Plan, device: Device, *, steps: int, warm: int = 4, keep: Path | None = None
+) -> dict[str, Any]:
+    """Run and trace; every figure the promises speak of. `keep`: where trace and stall table go, without a suffix."""
     started = time.perf_counter()
     with Engine(model, recipe, plan, RandomWeights(model, device), device=device) as engine:
         ready = time.perf_counter() - started
@@ -249,6 +265,8 @@ def measured(model: ModelSpec, recipe: Recipe, plan: Plan, device: Device, *, st
         trace = engine.trace()
         expected = engine.schedule.digests()
         facts = derive(engine.schedule, trace)
+        if keep is not None:
+            save_trace(keep, trace, facts)
         steady = sorted(facts.step_times_ns[2:])
         compute = facts.lanes["compute"]
         blame = by_cause(facts.stalls["compute"])
@@ -261,7 +279,7 @@ def measured(model: ModelSpec, recipe: Recipe, plan: Plan, device: Device, *, st
             "d2h under compute": round(facts.overlap["d2h"].fraction, 4),
             "utilisation": {lane: round(use.utilisation, 4) for lane, use in facts.lanes.items()},
             "GB": {lane: round(use.nbytes / 1e9, 3) for lane, use in facts.lanes.items()},
-            "GB/s while busy": {lane: round(use.nbytes / max(1, use.busy_ns), 2) for lane, use in facts.lanes.items() if lane != "compute"},
+            "GB/s while busy": {lane: round(use.nbytes / max(1, use.busy_ns), 2) for lane, use in facts.lanes.items()},
             "compute stalls, s": {cause: round(ns / 1e9, 4) for cause, ns in blame.items() if ns},
             "update late share of stalls": round(blame["update late"] / max(1, compute.stalled_ns), 4),
             "cpu busy from clip to last update": round(cpu_busy_after_clip(facts), 4),
@@ -271,11 +289,32 @@ def measured(model: ModelSpec, recipe: Recipe, plan: Plan, device: Device, *, st
         }  # fmt: skip
 
 
+def save_trace(path: Path, trace: Trace, facts: Facts) -> None:
+    """PATH.trace.json.gz: the trace as it is. PATH.stalls.txt: who waited for whom, of every lane."""
+    with gzip.open(f"{path}.trace.json.gz", "wt") as file:
+        json.dump(dataclasses.asdict(trace), file, separators=(",", ":"))
+    lanes = [
+        {"lane": lane, "busy_ns": use.busy_ns, "stalled_ns": use.stalled_ns, "tail_ns": use.tail_ns, "bytes": use.nbytes,
+         "utilisation": use.utilisation}
+        for lane, use in facts.lanes.items()
+    ]  # fmt: skip
+    causes = [
+        {"lane": lane, "cause": cause, "ns": ns}
+        for lane, gaps in facts.stalls.items()
+        for cause, ns in by_cause(gaps).items()
+        if ns
+    ]
+    steps = [{"step": i, "ns": ns} for i, ns in enumerate(facts.step_times_ns, start=1)]
+    tables = [format_table(pd.DataFrame(rows), title=title) for rows, title in
+              ((steps, "Steps"), (lanes, "Lanes"), (causes, "Stalls by lane and cause"))]  # fmt: skip
+    Path(f"{path}.stalls.txt").write_text("\n\n".join([*tables, *trace.notes]) + "\n")
+
+
 def segments(device: Device) -> int:
     return int(torch.cuda.memory_stats()["segment.all.current"]) if device == "cuda" else 0
 
 
-def cpu_busy_after_clip(facts: Any) -> float:
+def cpu_busy_after_clip(facts: Facts) -> float:
     """Of the time from each clip to the last update before the next one: the share in which the cpu lane runs an op."""
     run, total, busy = facts.run, 0, 0
     line = [(run.placed[i].op, run.events[i]) for i in run.lanes["cpu"]]
@@ -289,23 +328,17 @@ def cpu_busy_after_clip(facts: Any) -> float:
     return busy / total if total else 0.0
 
 
-def seven_b(device: Device) -> dict[str, Any]:
+def seven_b(device: Device, folder: Path) -> dict[str, Any]:
     """Qwen2.5-7B's shape, decoder layers streamed, embedding and head resident, recompute, 16,384 tokens a step."""
-    small = device == "cpu"
-    model = qwen("7B", **({"hidden_size": 56, "intermediate_size": 96, "vocab_size": 211, "num_hidden_layers": 4} if small else {}))
-    out: dict[str, Any] = {}
-    for policy, clip in (("during_backward", None), ("next_forward", 1.0)):
-        recipe = Recipe(
-            micro_batches=1, micro_batch_size=2 if small else 16, seq_len=16 if small else 1024, clip_norm=clip,
-            compiled=not small, loss_tile=4096,
-        )  # fmt: skip
-        placement = {"default": "streamed", "embedding": "resident", "head": "resident"}
-        plan = Plan(placement=placement, update=policy, weight_slots=3, gradient_slots=2, host_gradient_slots=6, chunk_bytes=64 << 20, adam_threads=2 if small else 14)  # type: ignore[arg-type]  # fmt: skip
-        out[policy] = measured(model, recipe, plan, device, steps=6, warm=3)
+    model, out = qwen("7B", device), {}
+    for policy, clip in POLICIES:
+        plan = streamed_layers(policy, device, weight_slots=3, host_gradient_slots=6, chunk_bytes=32 << 20)
+        rows = rows_of_1024(16, device, clip)
+        out[policy] = measured(model, rows, plan, device, steps=6, warm=3, keep=folder / f"7b-{policy}")
     return out
 
 
-def adam_rates(device: Device) -> dict[str, Any]:
+def adam_rates(device: Device, folder: Path) -> dict[str, Any]:
     """The CPU kernel by threads: GB/s at 26 B a parameter."""
     n = 1 << (22 if device == "cpu" else 28)
     hi, lo, g = torch.randn(n).bfloat16(), torch.zeros(n, dtype=torch.int16), torch.randn(n).bfloat16()
@@ -321,14 +354,11 @@ def adam_rates(device: Device) -> dict[str, Any]:
     return rates
 
 
-def tracing(device: Device) -> dict[str, Any]:
+def tracing(device: Device, folder: Path) -> dict[str, Any]:
     """What tracing costs: pairs of runs with it on and off, in turn, on a run whose compute lane is busy."""
-    small = device == "cpu"
-    layers = 2 if small else 4
-    model = qwen("7B", num_hidden_layers=layers, **({"hidden_size": 56, "intermediate_size": 96, "vocab_size": 211} if small else {}))
-    recipe = Recipe(micro_batches=1, micro_batch_size=2 if small else 16, seq_len=16 if small else 1024, clip_norm=None, compiled=not small, loss_tile=4096)  # fmt: skip
-    plan = Plan(placement={"default": "resident"}, weight_slots=2)
-    pairs = 3 if small else 20
+    model, recipe = qwen("7B", device, num_hidden_layers=4), rows_of_1024(16, device, None)
+    plan = Plan(placement={"default": "resident"})
+    pairs = 3 if device == "cpu" else 20
     data = batches(model, recipe, 6)
     engines = {
         on: Engine(model, recipe, plan, RandomWeights(model, device), device=device, tracing=on) for on in (True, False)
@@ -356,7 +386,7 @@ def tracing(device: Device) -> dict[str, Any]:
             "to": round(differences[-1], 5), "compute busy": round(busy, 4), "pairs": pairs}  # fmt: skip
 
 
-def near_plain_bf16(device: Device) -> dict[str, Any]:
+def near_plain_bf16(device: Device, folder: Path) -> dict[str, Any]:
     """BF16 against a plain loop with FP32 masters: loss within 1% each step, gradient cosine above 0.999."""
     from tests.engine.test_plain import plain_loop
 
@@ -375,7 +405,7 @@ def near_plain_bf16(device: Device) -> dict[str, Any]:
     return {"loss, relative": worst, "least cosine": least}
 
 
-def sanitizer(device: Device) -> dict[str, Any]:
+def sanitizer(device: Device, folder: Path) -> dict[str, Any]:
     """compute-sanitizer memcheck over two steps of the tiny model, eager."""
     code = (
         "from tests.engine.small import *; from megatrain.plan import Plan; "
@@ -390,7 +420,7 @@ def sanitizer(device: Device) -> dict[str, Any]:
     return {"says": tail}
 
 
-CHECKS: dict[str, Callable[[Device], dict[str, Any]]] = {
+CHECKS: dict[str, Callable[[Device, Path], dict[str, Any]]] = {
     check.__name__: check
     for check in (kernels, plain_fp32, near_plain_bf16, adam_rates, overlap, seven_b, bitwise, tracing, sanitizer)
 }
@@ -412,7 +442,7 @@ def main() -> int:
                 continue
             started = time.perf_counter()
             try:
-                row: dict[str, Any] = {"check": name, "passed": True, "result": check(options.device)}
+                row: dict[str, Any] = {"check": name, "passed": True, "result": check(options.device, options.out)}
             except Exception as error:
                 traceback.print_exc()
                 row = {"check": name, "passed": False, "error": f"{type(error).__name__}: {error}"[:2000]}

@@ -49,6 +49,20 @@ def test_a_time_has_the_unit_that_suits_it(ns: int, text: str) -> None:
     assert f"gap [{unit}]" in table and text.split()[0] in table
 
 
+def test_no_time_that_is_not_zero_reads_as_zero() -> None:
+    """A table of kinds holds the updates' seconds beside a clip's microseconds."""
+    text = format_table(pd.DataFrame({"kind": ["update", "clip", "none"], "duration_ns": [7_200_000_000, 12_340, 0]}))
+    assert "[ms]" in text
+    assert [line.split()[-1] for line in text.splitlines()[-3:]] == ["7,200.000", "0.012", "0.000"]
+    # Ten digits before the point would be no table: here the small one only shows that it is there.
+    text = format_table(pd.DataFrame({"duration_ns": [7_200_000_000_000, -40, 40]}))
+    assert [line.split()[-1] for line in text.splitlines()[-3:]] == ["7,200.000", ">-0.001", "<0.001"]
+    assert "[s]" in text
+    sizes = format_table(pd.DataFrame({"nbytes": [3 * 2**20, 64]}))
+    assert "[KiB]" in sizes and [line.split()[-1] for line in sizes.splitlines()[-2:]] == ["3,072.000", "0.062"]
+    assert format_table(pd.DataFrame({"gap_ns": [0.25, 3.0]})).splitlines()[-2:] == ["      <1", "       3"]
+
+
 def test_missing_values_show_as_a_dash() -> None:
     frame = pd.DataFrame({"cause": ["issue late", None], "ratio": [float("nan"), 2.0]})
     assert format_table(frame).splitlines()[2:] == ["issue late       -", "-           2.000x"]

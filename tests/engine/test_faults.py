@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,17 +17,20 @@ from megatrain.engine import executor as executor_module
 from megatrain.engine.backend import Backend
 from megatrain.engine.clock import Cancelled, Deadlock, RealClock, Signal, VirtualClock
 from megatrain.engine.engine import Engine
-from megatrain.engine.executor import Executor, LaneError, PartRun, run_schedule
+from megatrain.engine.executor import Executor, Issue, LaneError, PartRun, run_schedule
 from megatrain.engine.memory import Memory
 from megatrain.engine.null import NullBackend
 from megatrain.hardware import H200
 from megatrain.plan import Plan
-from megatrain.schedule import Access, Lane, Op, Part, lower
+from megatrain.schedule import LANES, Access, Lane, Op, Part, lower
+from megatrain.schedule.nouns import Kind
 from sim.simulate import simulate
 from tests.engine.small import Disturbed, poisoned, random_batches, random_weights, small_model, small_recipe, train
 
 PLAN = Plan(weight_slots=2, chunk_bytes=4096, update="next_forward")
-KINDS = ("input", "load", "forward", "loss", "backward", "pack", "save", "report", "clip", "update")
+EARLY = Plan(weight_slots=2, chunk_bytes=4096, update="during_backward", placement={"2": "resident"})
+KINDS = [(kind, EARLY if kind == "constants" else PLAN) for kind in get_args(Kind)]
+"""Every kind, with a plan that has it."""
 
 
 def run_and_compare(plan: Plan = PLAN) -> None:
@@ -86,21 +89,29 @@ def test_an_engine_that_copies_to_the_wrong_slot_fails_compare(monkeypatch: pyte
         run_and_compare()
 
 
-def test_an_engine_that_forgets_a_wait_fails_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["pack[4]", "backward[2.0]", "load[3.1]", "clip"])
+def test_an_engine_that_forgets_a_wait_fails_compare(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = PartRun.deps_of
-    monkeypatch.setattr(PartRun, "deps_of", lambda self, op: honest(self, op)[:-1] if op.kind == "pack" else honest(self, op))
-    monkeypatch.setattr(
-        PartRun, "deps_of", lambda self, op: [] if op.name == "backward[2.0]" else honest(self, op), raising=True
-    )
+    forgotten: list[str] = []
+
+    def forgetful(self: PartRun, op: Op) -> list[tuple[str, Issue]]:
+        deps = honest(self, op)
+        if op.name == name and deps:
+            forgotten.append(deps[-1][0])
+            return deps[:-1]
+        return deps
+
+    monkeypatch.setattr(PartRun, "deps_of", forgetful)
     with pytest.raises(ForeignTrace):
         run_and_compare()
+    assert forgotten
 
 
 # ---- failures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_in_a_kernel_ends_the_run_and_names_the_op(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "plan"), KINDS)
+def test_an_exception_in_a_kernel_ends_the_run_and_names_the_op(kind: Kind, plan: Plan) -> None:
     failed_at: list[tuple[float, str]] = []
 
     def failing(inner: Any) -> Backend:
@@ -115,8 +126,8 @@ def test_an_exception_in_a_kernel_ends_the_run_and_names_the_op(kind: str) -> No
 
         return Disturbed(inner=inner, before=before)
 
-    model, recipe = small_model(), small_recipe()
-    with Engine(model, recipe, PLAN, random_weights(model), wrap=failing) as engine:
+    model, recipe = small_model(), small_recipe(clip_norm=None if plan is EARLY else 0.5)
+    with Engine(model, recipe, plan, random_weights(model), wrap=failing) as engine:
         with pytest.raises(LaneError, match="no more of it") as error:
             for batch in random_batches(model, recipe, 20):
                 engine.step(batch)
@@ -129,22 +140,35 @@ def test_an_exception_in_a_kernel_ends_the_run_and_names_the_op(kind: str) -> No
             engine.step(random_batches(model, recipe, 1)[0])
 
 
-@pytest.mark.parametrize("lane", ["h2d", "compute", "d2h", "cpu"])
-def test_a_lane_thread_that_dies_ends_the_run(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However it ends: by SystemExit, by returning, or without a last word."""
-    honest = Executor._run_op
+@pytest.mark.parametrize("end", ["SystemExit", "KeyboardInterrupt", "return"])
+@pytest.mark.parametrize("lane", LANES)
+def test_a_lane_thread_that_dies_ends_the_run(lane: Lane, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it ends in the middle of a run: by an exception meant to end a program, or by returning without a last word."""
+    honest_op, honest_lane = Executor._run_op, Executor._lane
     died: list[float] = []
 
     def dying(self: Executor, run: PartRun, i: int, which: Lane) -> None:
-        if which == lane and run.number == 1:
+        if which == lane and run.number == 1 and end != "return":
             died.append(time.monotonic())
-            raise SystemExit
-        honest(self, run, i, which)
+            raise {"SystemExit": SystemExit, "KeyboardInterrupt": KeyboardInterrupt}[end]
+        honest_op(self, run, i, which)
+
+    def returning(self: Executor, which: Lane) -> None:
+        if which != lane or end != "return":
+            honest_lane(self, which)
+            return
+        self.backend.enter_lane(which)
+        run = self._mail[which].take()
+        for i in run.order_of(which):
+            self._run_op(run, i, which)
+        died.append(time.monotonic())
 
     monkeypatch.setattr(Executor, "_run_op", dying)
+    monkeypatch.setattr(Executor, "_lane", returning)
     model, recipe = small_model(), small_recipe()
+    message = f"thread lane {lane} died" if end == "return" else f"body .* on {lane}: {end}"
     with Engine(model, recipe, PLAN, random_weights(model)) as engine:
-        with pytest.raises(LaneError, match=f"body .* on {lane}: SystemExit"):
+        with pytest.raises(LaneError, match=message):
             for batch in random_batches(model, recipe, 20):
                 engine.step(batch)
             engine.flush()

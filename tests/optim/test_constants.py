@@ -14,7 +14,10 @@ from transformers.optimization import (
 
 from megatrain.optim import constants
 from megatrain.optim.constants import clip_factor, learning_rate, step_constants
+from megatrain.plan import Plan
 from megatrain.recipe import AdamW
+from megatrain.schedule import lower
+from tests.schedule.fixtures import tiny_model, tiny_recipe
 
 
 def _rates(scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list[float]:
@@ -91,7 +94,7 @@ def test_clip_factor_at_the_edges() -> None:
     step=st.integers(1, 10**6),
     lr=st.floats(1e-8, 1e-1),
     beta1=st.sampled_from([0.0, 0.9, 0.95]),
-    beta2=st.sampled_from([0.0, 0.95, 0.999, 1 - 1e-9]),
+    beta2=st.sampled_from([0.0, 0.95, 0.999, 1 - 1e-7]),
     factor=st.floats(0, 1),
     skip=st.booleans(),
 )
@@ -121,6 +124,12 @@ def test_every_constant_is_its_formula_rounded_once(
     assert np.isfinite(block).all()
 
 
+def test_the_block_is_what_lowering_lays_out() -> None:
+    schedule = lower(tiny_model(), tiny_recipe(), Plan(placement={"0": "resident"}))
+    sizes = {s.name: s.nbytes for s in schedule.storages}
+    assert sizes["constants"] == sizes["constants.device"] == step_constants(AdamW(), 1).nbytes
+
+
 def test_the_layout_has_no_two_constants_in_one_place() -> None:
     assert len(set(constants.LAYOUT.values())) == len(constants.LAYOUT)
     assert all(0 <= index < constants.N_CONSTANTS for index in constants.LAYOUT.values())
@@ -130,8 +139,3 @@ def test_the_layout_has_no_two_constants_in_one_place() -> None:
 def test_a_factor_no_gradient_could_survive_is_refused(factor: float) -> None:
     with pytest.raises(ValueError, match="factor must be finite"):
         step_constants(AdamW(), 1, factor=factor)
-
-
-def test_an_eps_that_fp32_cannot_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="eps must not round to 0"):
-        step_constants(AdamW(eps=1e-50), 1)

@@ -21,7 +21,7 @@ LEAST_REJECTED = dict.fromkeys(MUTATIONS, 0.95) | {
     "lane_neighbours_swapped": 0.4,
     "lane_ops_swapped": 0.6,
     "content_moved": 0.7,
-    "instance_changed": 0.8,  # with whole blocks for chunks, every chunk number means the whole block
+    "instance_changed": 0.7,  # with whole blocks for chunks, every chunk number means the whole block
 }
 
 

@@ -3,19 +3,22 @@
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 import sim.simulate
+from megatrain.derive import derive, step_time
 from megatrain.hardware import H200, HardwareProfile
 from megatrain.schedule import Op, PlacedOp, Schedule, lower_evaluation
-from megatrain.trace import Event, Trace
 from sim.cost import NS_PER_S, Work, alone_ns, durations_ns, works
 from sim.fluid import Segment
 from sim.longest_path import longest_path, lower_bound_ns
+from sim.memory import memory_use
 from sim.sharing import Sharing, SharingRule
-from sim.simulate import OpTimes, parts_of, simulate, simulate_ops, step_time
+from sim.simulate import OpTimes, simulate, simulate_ops
 
 Run = tuple[list[PlacedOp], list[Work]]
 
@@ -203,7 +206,7 @@ def test_with_contention_lowered_schedules_conserve_bytes_and_are_never_faster_t
         schedule = random_schedule(random.Random(seed))
         hardware = (H200, host)[seed % 2]
         costs = works(schedule, hardware).parts
-        names = [part.name for part in parts_of(schedule, 3)]
+        names = [part.name for part in schedule.parts(3)]
         placed = schedule.unroll(3)
         table = [costs[names[p.part]][p.position] for p in placed]
         segments: list[Segment] = []
@@ -218,7 +221,7 @@ def test_with_contention_lowered_schedules_conserve_bytes_and_are_never_faster_t
 
 def test_contention_costs_time_and_its_absence_is_a_choice(schedule: Callable[..., Schedule], host: HardwareProfile) -> None:
     s = schedule(update="next_forward", chunk_bytes=1024)
-    assert step_time(simulate(s, host), s).mean_ns > step_time(simulate(s, host, contention=False), s).mean_ns
+    assert step_time(s, simulate(s, host)).mean_ns > step_time(s, simulate(s, host, contention=False)).mean_ns
 
 
 # ---- traces --------------------------------------------------------------------------------------------------------------
@@ -250,24 +253,68 @@ def test_notes_name_what_was_not_measured(schedule: Callable[..., Schedule], hos
     assert simulate(s, host, contention=False).notes == ()
 
 
-def _steps(s: Schedule, ends: Sequence[int], parts: Sequence[str] = ()) -> Trace:
-    """A trace with one compute op a step, the first, ended at these times, and a later op of another lane."""
-    compute = next(i for i, op in enumerate(s.body.ops) if op.lane == "compute")
-    other = next(i for i, op in enumerate(s.body.ops) if op.lane == "d2h")
-    events = [Event(k, i, 0, 0, end + late) for k, end in enumerate(ends) for i, late in ((compute, 0), (other, 5))]
-    parts = parts or ["prologue", *["body"] * (len(ends) - 1)]
-    return Trace(source="null", parts=tuple(parts), digests=("",) * len(parts), events=tuple(events))
+def test_notes_say_when_memory_does_not_suffice(schedule: Callable[..., Schedule], host: HardwareProfile) -> None:
+    s = schedule(activations={"default": "keep"}, placement={"0": "resident"})
+    total = {space: sum(x.nbytes for x in s.storages if x.space == space) for space in ("host", "device")}
+    for space in ("host", "device"):
+        for there in (total[space] - 1, total[space]):
+            small = replace(H200, **{f"{space}_memory_bytes": there})
+            notes = [note for note in simulate(s, small, steps=2).notes if "memory" in note]
+            assert len(notes) == (there < total[space])
+            for note in notes:
+                assert f"h200: {space} memory: " in note and f"{total[space]:,} bytes" in note
+                assert f"{there:,}: 1 too many" in note
+                assert ("forward[3.1]" in note) == (space == "device")
+    # A cpu backend's device is memory of the host.
+    for there, missing in ((sum(total.values()), 0), (sum(total.values()) - 1, 1)):
+        notes = [note for note in simulate(s, replace(host, host_memory_bytes=there), steps=2).notes if "host memory" in note]
+        assert len(notes) == missing and all(f"needs {sum(total.values()):,} bytes" in note for note in notes)
 
 
-def test_step_time_is_the_mean_of_the_last_six_and_the_spread_tells_whether_they_agree(schedule: Callable[..., Schedule]) -> None:
-    s = schedule(update="during_backward", recipe={"clip_norm": None})
-    late = step_time(_steps(s, [0, 900, 1000, 1010, 1020, 1030, 1040, 1050, 1062]), s)
-    assert late == (10, pytest.approx(2 / (62 / 6)))
-    assert step_time(_steps(s, [7, 17]), s) == (10, 0.0)
-    # What follows a flush starts anew.
-    assert step_time(_steps(s, [0, 10, 500, 512], ["prologue", "body", "prologue", "body"]), s).mean_ns == 11
-    with pytest.raises(ValueError, match="needs two consecutive steps, the trace has parts prologue"):
-        step_time(_steps(s, [7]), s)
+def test_kept_activations_that_are_never_together_need_no_note(schedule: Callable[..., Schedule]) -> None:
+    """Memory is what exists at a time, not the sum of the pools: an epilogue, say, holds no activations."""
+    s = schedule(activations={"default": "keep"})
+    peak = memory_use(s, simulate(s, H200, steps=2))["device"].peak_nbytes
+    assert not any("memory" in note for note in simulate(s, replace(H200, device_memory_bytes=peak), steps=2).notes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "on_host", "said"),
+    [
+        ({"adam_threads": 17}, False, "plan.adam_threads asks for 17 threads of 16 cores; predicted with 16"),
+        ({"adam_threads": 3}, True, "plan.adam_threads asks for 3 threads of 2 cores"),
+        ({"recipe": {"compute_threads": 5}}, True, "recipe.compute_threads asks for 5 threads of 2 cores; predicted with 2"),
+        ({"recipe": {"attention": "eager"}}, False, "attention='eager'"),
+        ({"recipe": {"attention_mask": "segments"}}, False, "attention='sdpa' with a mask of segments"),
+    ],
+)
+def test_notes_say_what_the_machine_or_the_model_does_not_know(
+    schedule: Callable[..., Schedule], host: HardwareProfile, fields: dict[str, Any], on_host: bool, said: str
+) -> None:
+    hardware = host if on_host else H200
+    assert sum(said in note for note in simulate(schedule(**fields), hardware).notes) == 1
+    assert not any(said in note for note in simulate(schedule(), hardware).notes)
+
+
+def test_notes_say_when_the_optimizer_was_not_measured_at_these_threads(schedule: Callable[..., Schedule]) -> None:
+    few = replace(H200, adam_rates=H200.adam_rates[1:3], sharing=())
+    for threads, said in ((2, "in proportion to threads"), (4, None), (6, None), (8, None), (16, "predicted as at 8")):
+        trace = simulate(schedule(adam_threads=threads), few, contention=False)
+        notes = [note for note in trace.notes if "outside the measured 4 to 8" in note]
+        assert len(notes) == (said is not None) and all(said in note for note in notes if said)
+
+
+def test_a_simulation_has_the_step_time_that_every_trace_has(schedule: Callable[..., Schedule]) -> None:
+    """There is one definition, `megatrain.derive`'s: of 12 steps the mean of the last six."""
+    s = schedule(update="next_forward", chunk_bytes=1024)
+    trace = simulate(s, H200)
+    ends = [
+        max(e.end_ns for e in trace.events if e.part == k and part.ops[e.position].lane == "compute")
+        for k, part in enumerate(s.parts(12)[:-1])
+    ]
+    last = [b - a for a, b in pairwise(ends)][-6:]
+    assert step_time(s, trace) == (round(sum(last) / 6), pytest.approx((max(last) - min(last)) / (sum(last) / 6)))
+    assert derive(s, trace).step_times_ns[-6:] == tuple(last)
 
 
 def test_unsteady_steps_are_reported(schedule: Callable[..., Schedule], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,8 +322,11 @@ def test_unsteady_steps_are_reported(schedule: Callable[..., Schedule], monkeypa
     assert not any("not steady" in note for note in simulate(s, H200).notes)
     monkeypatch.setattr(sim.simulate, "SPREAD_LIMIT", -1.0)
     assert any("not steady" in note for note in simulate(s, H200).notes)
-    with pytest.raises(ValueError, match="steps must be >= 1, got 0"):
-        simulate(s, H200, steps=0)
+    for steps in (0, -3):
+        with pytest.raises(ValueError, match=f"steps: must be an integer >= 1, got {steps}"):
+            simulate(s, H200, steps=steps)
+        with pytest.raises(ValueError, match=f"steps: must be an integer >= 1, got {steps}"):
+            lower_bound_ns(s, H200, steps=steps)
 
 
 def test_ten_thousand_ops_take_less_than_a_second(random_run: Callable[..., Run]) -> None:
@@ -284,3 +334,17 @@ def test_ten_thousand_ops_take_less_than_a_second(random_run: Callable[..., Run]
     begin = time.process_time()
     simulate_ops(placed, lambda p: table[p.position], Sharing(H200))
     assert time.process_time() - begin < 1.0
+
+
+def test_the_parts_of_a_run_with_flushes_can_be_simulated(schedule: Callable[..., Schedule]) -> None:
+    """A prologue after a flush starts when everything before it has ended, and the rest of the run is what it was."""
+    lowered = schedule(update="next_forward")
+    once = simulate(lowered, H200, steps=2)
+    twice = simulate(lowered, H200, parts_run=[*once.parts, *once.parts])
+    assert twice.parts == (*once.parts, *once.parts)
+    end = max(event.end_ns for event in once.events)
+    assert twice.events[: len(once.events)] == once.events
+    for first, second in zip(once.events, twice.events[len(once.events) :], strict=True):
+        assert (second.start_ns, second.end_ns) == (first.start_ns + end, first.end_ns + end)
+    with pytest.raises(ValueError, match="has no part 'coda'"):
+        simulate(lowered, H200, parts_run=["prologue", "coda"])
