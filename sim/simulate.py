@@ -46,9 +46,9 @@ def simulate(
     """The predicted trace of `steps` training steps from cold to cold, or of one evaluation.
 
     `parts_run` names the parts to run in place of `steps`: a measured trace's `parts`, whatever flushes it has. With
-    `contention=False` every op has its duration alone. The trace's notes say what the machine lacks (memory, cores), what the profile had no
-    measurement for, and whether the step time had not become steady. ValueError for fewer steps than one and for a part that the
-    schedule does not have.
+    `contention=False` every op has its duration alone. The trace's notes say what the machine lacks (memory, cores), what the
+    profile had no measurement for, and whether the step time had not become steady. ValueError for fewer steps than one and
+    for a part that the schedule does not have.
     """
     parts = schedule.parts(steps) if parts_run is None else [schedule.part(name) for name in parts_run]
     costs = works(schedule, hardware)
