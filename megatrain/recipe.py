@@ -53,8 +53,8 @@ class AdamW:
             _require(f"optimizer.{name}", value, value == 0 or value >= FP32_SMALLEST, f"0 or at least {FP32_SMALLEST:.3g}")
         first = self.lr / (1 - self.beta1)
         _require("optimizer.lr", self.lr, _is_finite(first), f"such that lr / (1 - beta1), {first:.3g}, is finite in FP32")
-        # Padding between parameters holds zeros; an eps that is not 0 keeps 0/0 out of it.
-        _require("optimizer.eps", self.eps, self.eps >= FP32_SMALLEST, f"at least {FP32_SMALLEST:.3g}, the least normal FP32 > 0")
+        # Kernels divide the step size by eps in FP32; an overflow there would make NaN of a zero gradient's update.
+        _require("optimizer.eps", self.eps, self.eps >= 2.0**-100, "at least 2^-100, 7.9e-31")
         decay = self.lr * self.weight_decay
         rule = f"such that lr x weight_decay, {decay:.3g} with lr {self.lr!r}, is at most 1: a step may not turn weights around"
         _require("optimizer.weight_decay", self.weight_decay, decay <= 1, rule)

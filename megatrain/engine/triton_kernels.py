@@ -1,7 +1,8 @@
 """GPU kernels in Triton: AdamW and packing, each the twin of a CPU kernel to the bit.
 
-Both are bound by memory. Their bits are those of `megatrain.optim`: contraction into FMA is off, division and square root are
-correctly rounded, FP64 where the specification has it, and the norm's tree adds pairs, whose order cannot matter.
+Both are bound by memory. Their bits are those of `megatrain.optim`: contraction into FMA is off and an FMA is asked for
+where the specification has one, division and square root are correctly rounded, and the norm's tree adds pairs, whose order
+cannot matter.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatrain.optim.constants import (
     SKIP,
     STEP_SIZE,
 )
+from megatrain.optim.kernel import HALF_RECIPROCAL
 from megatrain.recipe import NORM_TILE
 
 _INDEX = {
@@ -40,28 +42,52 @@ def _adamw(
     SPLIT: tl.constexpr, DECAYED: tl.constexpr, BLOCK: tl.constexpr,
     I_SKIP: tl.constexpr, I_FACTOR: tl.constexpr, I_BETA1: tl.constexpr, I_OMB1: tl.constexpr, I_BETA2: tl.constexpr,
     I_OMB2: tl.constexpr, I_INV: tl.constexpr, I_EPS: tl.constexpr, I_STEP: tl.constexpr, I_DECAY: tl.constexpr,
+    HALF_RECIPROCAL: tl.constexpr,
 ):  # fmt: skip
     if tl.load(c + I_SKIP) != 0.0:
         return
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < n
-    gi = tl.load(g + at, mask=live, other=0.0).to(tl.float64) * tl.load(c + I_FACTOR).to(tl.float64)
-    mi = tl.load(m + at, mask=live, other=0.0).to(tl.float64)
-    vi = tl.load(v + at, mask=live, other=0.0).to(tl.float64)
-    mi = tl.load(c + I_BETA1).to(tl.float64) * mi + tl.load(c + I_OMB1).to(tl.float64) * gi
-    vi = tl.load(c + I_BETA2).to(tl.float64) * vi + tl.load(c + I_OMB2).to(tl.float64) * (gi * gi)
-    d = tl.sqrt(vi) * tl.load(c + I_INV).to(tl.float64) + tl.load(c + I_EPS).to(tl.float64)
+    # Constants: FP64 holds products of two FP32 numbers exactly. Scalars, so FP64 costs nothing.
+    factor, inv = tl.load(c + I_FACTOR).to(tl.float64), tl.load(c + I_INV).to(tl.float64)
+    c1_wide = tl.load(c + I_OMB1).to(tl.float64) * factor
+    c2_wide = tl.load(c + I_OMB2).to(tl.float64) * (factor * factor)
+    a_wide = tl.load(c + I_STEP).to(tl.float64) / inv
+    c1, c2, a = c1_wide.to(tl.float32), c2_wide.to(tl.float32), a_wide.to(tl.float32)
+    c1_lo = (c1_wide - c1.to(tl.float64)).to(tl.float32)
+    c2_lo = (c2_wide - c2.to(tl.float64)).to(tl.float32)
+    a_lo = (a_wide - a.to(tl.float64)).to(tl.float32)
+    z = tl.where(a >= 1.1754943508222875e-38, (1.0 / a.to(tl.float64)).to(tl.float32), 0.0)
+    e = (tl.load(c + I_EPS).to(tl.float64) / inv).to(tl.float32)
+    scaled = (c1_lo != 0.0) | (c2_lo != 0.0)
+    beta1, beta2 = tl.load(c + I_BETA1), tl.load(c + I_BETA2)
+
+    gi = tl.load(g + at, mask=live, other=0.0).to(tl.float32)
+    mi = tl.load(m + at, mask=live, other=0.0)
+    # Negation is a product with -1: a difference from zero would lose the sign of a zero.
+    p, q = beta1 * mi, c1 * gi
+    q_lo = tl.fma(c1, gi, q * -1.0)
+    q_lo = tl.where(scaled, tl.fma(c1_lo, gi, q_lo), q_lo)
+    s = p + q
+    t = s - p
+    s_lo = ((p - (s - t)) + (q - t)) + (tl.fma(beta1, mi, p * -1.0) + q_lo)
+    h = gi * gi
+    gain = tl.where(scaled, tl.fma(c2, h, c2_lo * h), c2 * h)
+    vi = tl.fma(beta2, tl.load(v + at, mask=live, other=0.0), gain)
+    r = tl.sqrt_rn(vi)
+    r_lo = tl.fma(r * -1.0, r, vi) * (HALF_RECIPROCAL - r.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    y = tl.div_rn(a * -1.0, r + e)
+    f = (tl.fma(y, e + r_lo, tl.fma(y, r, a)) + a_lo) * z
+    update = tl.fma(y, s, y * tl.fma(s, f, s_lo))
     if SPLIT:
         upper = tl.load(hi + at, mask=live, other=0).to(tl.int32)
         w = ((upper << 16) + tl.load(lo + at, mask=live, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
     else:
         w = tl.load(hi + at, mask=live, other=0.0)
-    wd = w.to(tl.float64)
-    if DECAYED:
-        wd = wd * tl.load(c + I_DECAY).to(tl.float64)
-    w = (wd - tl.load(c + I_STEP).to(tl.float64) * (mi / d)).to(tl.float32)
-    tl.store(m + at, mi.to(tl.float32), mask=live)
-    tl.store(v + at, vi.to(tl.float32), mask=live)
+    decay = tl.load(c + I_DECAY) if DECAYED else 1.0
+    w = tl.fma(w, decay, update)
+    tl.store(m + at, s + s_lo, mask=live)
+    tl.store(v + at, vi, mask=live)
     if SPLIT:
         bits = w.to(tl.int32, bitcast=True)
         # The canonical NaN of the device would round up to a hi of -0; keep it a NaN.
@@ -80,7 +106,7 @@ def adamw(master: tuple[Tensor, ...], m: Tensor, v: Tensor, grad: Tensor, consta
     first = master[0].view(torch.int16) if split else master[0]
     _adamw[(triton.cdiv(n, _BLOCK),)](
         first, master[1] if split else first, m, v, grad, constants, n,
-        SPLIT=split, DECAYED=decayed, BLOCK=_BLOCK, enable_fp_fusion=False, **_INDEX,
+        SPLIT=split, DECAYED=decayed, BLOCK=_BLOCK, HALF_RECIPROCAL=HALF_RECIPROCAL, enable_fp_fusion=False, **_INDEX,
     )  # fmt: skip
 
 

@@ -135,7 +135,7 @@ def kernels(device: Device, folder: Path) -> dict[str, Any]:
 
     generator = torch.Generator().manual_seed(3)
     n, checked, worst = 3_000_017, 0, []
-    for spread in (0.0, 8.0):
+    for spread in (0.0, 4.0):  # beyond 1e18 squares overflow, to a NaN whose payload nobody promises
         def draw(sign: bool = True, n: int = n, spread: float = spread) -> Tensor:
             x = torch.randn(n, generator=generator) * 10 ** (spread * torch.randn(n, generator=generator).clamp(-3, 3))
             return x if sign else x.abs()
@@ -422,7 +422,7 @@ def sanitizer(device: Device, folder: Path) -> dict[str, Any]:
 
 CHECKS: dict[str, Callable[[Device, Path], dict[str, Any]]] = {
     check.__name__: check
-    for check in (kernels, plain_fp32, near_plain_bf16, adam_rates, overlap, seven_b, bitwise, tracing, sanitizer)
+    for check in (kernels, seven_b, overlap, bitwise, tracing, plain_fp32, near_plain_bf16, sanitizer, adam_rates)
 }
 
 

