@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,8 +31,6 @@ from megatrain.model import BlockSpec
 from megatrain.recipe import Recipe
 from megatrain.schedule.nouns import Lane, Op, Schedule
 from megatrain.trace import Source
-
-SWITCH_INTERVAL_S = 50e-6
 
 
 class CudaBase(NamedTuple):
@@ -68,10 +65,6 @@ class CudaBackend:
         }  # fmt: skip
         self._idle = torch.cuda.Stream(priority=-1)
         torch.cuda.synchronize()  # the arena was filled on the default stream
-        # Lanes hand over to each other many times a step. A thread that wants the interpreter asks for it after this long; at
-        # the default of 5 ms the device would wait for the next op to be enqueued.
-        self._switch_interval_s = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     def close(self) -> None:
         """Wait for the device and give pinned memory back to the driver."""
@@ -79,7 +72,6 @@ class CudaBackend:
         for view in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
         self._pinned = []
-        sys.setswitchinterval(self._switch_interval_s)
 
     def enter_lane(self, lane: Lane) -> None:
         if lane in self._streams:

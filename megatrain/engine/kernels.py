@@ -88,6 +88,7 @@ class Kernels:
     device: DeviceOps
     counts: UpdateCount = field(default_factory=UpdateCount)
     _saved: dict[str, tuple[str, Saved]] = field(default_factory=dict)
+    _bound: dict[int, tuple[Operands, tuple[BoundRange, ...], tuple[BoundRange, ...]]] = field(default_factory=dict)
     _layers: tuple[LayerTemplate, ...] = field(init=False)
     _head: HeadTemplate = field(init=False)
 
@@ -98,20 +99,33 @@ class Kernels:
 
     def run(self, op: Op, step: Any) -> Ran:
         """Run `op` and say what it bound."""
-        reads, read_ranges = self._bind(op.reads)
-        writes, write_ranges = self._bind(op.writes)
-        copied = _KERNELS[op.kind](self, Operands(op, reads, writes), step)
+        bound = self._bound.get(id(op))
+        if bound is None:
+            # An op touches the same bytes in every step: its views are made, and located, when it first runs.
+            reads, read_ranges = self._bind(op.reads)
+            writes, write_ranges = self._bind(op.writes)
+            bound = self._bound[id(op)] = (Operands(op, reads, writes), read_ranges, write_ranges)
+        operands, read_ranges, write_ranges = bound
+        if any(self.memory.storages[a.storage].dynamic for a in op.reads):
+            read_ranges = self._handles(op, read_ranges)
+        copied = _KERNELS[op.kind](self, operands, step)
         nbytes = copied if copied is not None else sum(stop - start for _, start, stop in write_ranges)
         return Ran(read_ranges, write_ranges, nbytes)
+
+    def _handles(self, op: Op, ranges: tuple[BoundRange, ...]) -> tuple[BoundRange, ...]:
+        """`ranges` with every kept handle named by the storage that it says itself it was made for."""
+        return tuple(
+            (self._saved[name][0] if name in self._saved else name, start, stop) if self.memory.storages[a.storage].dynamic
+            else (name, start, stop)
+            for a, (name, start, stop) in zip(op.reads, ranges, strict=True)
+        )  # fmt: skip
 
     def _bind(self, accesses: tuple[Access, ...]) -> tuple[dict[tuple[str, int | None], Tensor], tuple[BoundRange, ...]]:
         views: dict[tuple[str, int | None], Tensor] = {}
         ranges: list[BoundRange] = []
         for access in accesses:
             if self.memory.storages[access.storage].dynamic:
-                # An opaque handle: it says itself which storage it was made for.
-                name = self.memory.storages[access.storage].name
-                ranges.append((self._saved[name][0] if name in self._saved else name, access.start, access.stop))
+                ranges.append((self.memory.storages[access.storage].name, access.start, access.stop))
                 continue
             view = self.memory.bind(access)
             what = access.tag.what

@@ -160,7 +160,7 @@ def test_recipe_choices(fields: dict[str, Any], parts: tuple[str, ...]) -> None:
         ({"schedule": "cosine", "total_steps": 5, "min_lr": 1.0}, ("optimizer.min_lr:", "at most lr, 0.0001", "1.0")),
         ({"schedule": ["cosine"]}, ("optimizer.schedule:", "['cosine']")),
         ({"beta2": 1.0}, ("optimizer.beta2:", "[0, 1)", "1.0")),
-        ({"eps": 0.0}, ("optimizer.eps:", "> 0")),
+        ({"eps": 0.0}, ("optimizer.eps:", "7.9e-31")),
         ({"schedule": "cosine"}, ("optimizer.total_steps:", "None")),
         ({"schedule": "cosine", "total_steps": 5, "warmup_steps": 5}, ("optimizer.total_steps:", "5")),
     ],
