@@ -96,6 +96,7 @@ class Executor:
         self._mail = {lane: _Mailbox(self.clock, lane) for lane in LANES}
         self._unfinished: list[PartRun] = []  # parts with ops that have not been issued
         self._reached: dict[Lane, Any] = {}  # each lane's latest mark
+        self._lines: dict[int, tuple[Op, list[str], Ran, str]] = {}
         self._failure: LaneError | None = None
         self._lock = threading.Lock()  # guards the first failure only
         self._closed = False
@@ -222,9 +223,17 @@ class Executor:
         end = run.issued[i].mark = self._reached[lane] = self.backend.mark(lane, timed=run.recorded)
         if run.recorded:
             run.marks[i] = (issued, start, end)
-            run.lines[lane].append(ran_line(op.name, [name for name, _ in deps], ran.reads, ran.writes, ran.nbytes))
+            run.lines[lane].append(self._line(op, [name for name, _ in deps], ran))
         clock.signal(run.issued[i])
 
+
+    def _line(self, op: Op, waited: list[str], ran: Ran) -> str:
+        """The op as the digest sees it. What it does is the same in most steps, so the last line is kept with what it says."""
+        known = self._lines.get(id(op))
+        if known is None or known[0] is not op or known[1] != waited or known[2] != ran:
+            line = ran_line(op.name, waited, ran.reads, ran.writes, ran.nbytes)
+            known = self._lines[id(op)] = (op, waited, ran, line)
+        return known[3]
 
     def _fail(self, failure: LaneError, cause: BaseException | None) -> None:
         self.clock.cancel(self._failed(failure, cause))
