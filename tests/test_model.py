@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.activations import ACT2FN
 
+from megatrain.layers.hf import CLASSES, hf_config
 from megatrain.layers.inputs import LayerInputs, rotary_tables
-from megatrain.layers.library import CLASSES, hf_config
 from megatrain.model import ACTIVATIONS, ALIGN_ELEMENTS, ModelSpec, check_sequence
 
 TINY = {

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatrain.layers.gradients import accumulate
+from megatrain.layers.hf import CLASSES
 from megatrain.layers.inputs import IGNORE
-from megatrain.layers.library import CLASSES
 from megatrain.model import ModelSpec
 
 # Rows of dW multiplied at once: bounds the product's memory to 8192 x hidden. Part of the bits, like the tile.

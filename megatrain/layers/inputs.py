@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from megatrain.layers.library import CLASSES, hf_config
+from megatrain.layers.hf import CLASSES, hf_config
 from megatrain.model import ModelSpec, check_sequence
 from megatrain.recipe import Recipe
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call
 
+from megatrain.layers.hf import CLASSES, hf_config
 from megatrain.layers.inputs import LayerInputs
-from megatrain.layers.library import CLASSES, hf_config
 from megatrain.layers.saved import Rebinding, Saved, bind_weights, weight_free
 from megatrain.model import ModelSpec
 

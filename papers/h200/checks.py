@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from analysis.tables import format_table
-from megatrain.derive import Facts, by_cause, derive
+from megatrain.derive import Facts, by_cause, derive, step_time
 from megatrain.engine.engine import Engine
+from megatrain.hardware import H200
 from megatrain.model import ModelSpec
 from megatrain.optim.constants import step_constants
 from megatrain.optim.kernel import adamw_update
@@ -33,7 +34,9 @@ from megatrain.optim.master import split as split_master
 from megatrain.optim.norm import n_tiles, norm_partials
 from megatrain.plan import Plan
 from megatrain.recipe import AdamW, Recipe
+from megatrain.schedule import lower
 from megatrain.trace import Trace
+from sim.simulate import simulate
 from tests.engine.small import (
     assert_same_bits,
     delayed,
@@ -233,11 +236,27 @@ def bitwise(device: Device, folder: Path) -> dict[str, Any]:
     return {"plans equal, poison and delays included": sorted(done)}
 
 
+SMALL_PLAN: dict[str, int] = {"weight_slots": 2, "host_gradient_slots": 4, "chunk_bytes": 4 << 20}
+LARGE_PLAN: dict[str, int] = {"weight_slots": 3, "host_gradient_slots": 6, "chunk_bytes": 32 << 20}
+
+
+def predictions(device: Device, folder: Path) -> dict[str, Any]:
+    """What the simulator says of the steps that `overlap` and `seven_b` measure, with the H200 profile. Needs no GPU."""
+    out = {}
+    for name, rows, fields in (("0.5B", 8, SMALL_PLAN), ("7B", 16, LARGE_PLAN)):
+        for policy, clip in POLICIES:
+            recipe, plan = rows_of_1024(rows, "cuda", clip), streamed_layers(policy, "cuda", **fields)
+            schedule = lower(qwen(name, "cuda"), recipe, plan)
+            mean_ns = step_time(schedule, simulate(schedule, H200)).mean_ns
+            out[f"{name} {policy}"] = {"step_s": round(mean_ns / 1e9, 3), "ops a step": len(schedule.body.ops)}
+    return out
+
+
 def overlap(device: Device, folder: Path) -> dict[str, Any]:
     """Qwen2.5-0.5B's shape, all layers streamed, depth 2, 8,192 tokens, 10 steps, twice: what lies under what, and who waits."""
     model, out = qwen("0.5B", device), {}
     for policy, clip in POLICIES:
-        plan = streamed_layers(policy, device, weight_slots=2, host_gradient_slots=4, chunk_bytes=4 << 20)
+        plan = streamed_layers(policy, device, **SMALL_PLAN)
         for repeat in range(2):
             out[f"{policy} {repeat}"] = measured(model, rows_of_1024(8, device, clip), plan, device, steps=10)
     return out
@@ -332,7 +351,7 @@ def seven_b(device: Device, folder: Path) -> dict[str, Any]:
     """Qwen2.5-7B's shape, decoder layers streamed, embedding and head resident, recompute, 16,384 tokens a step."""
     model, out = qwen("7B", device), {}
     for policy, clip in POLICIES:
-        plan = streamed_layers(policy, device, weight_slots=3, host_gradient_slots=6, chunk_bytes=32 << 20)
+        plan = streamed_layers(policy, device, **LARGE_PLAN)
         rows = rows_of_1024(16, device, clip)
         out[policy] = measured(model, rows, plan, device, steps=6, warm=3, keep=folder / f"7b-{policy}")
     return out
@@ -422,7 +441,7 @@ def sanitizer(device: Device, folder: Path) -> dict[str, Any]:
 
 CHECKS: dict[str, Callable[[Device, Path], dict[str, Any]]] = {
     check.__name__: check
-    for check in (kernels, seven_b, overlap, bitwise, tracing, plain_fp32, near_plain_bf16, sanitizer, adam_rates)
+    for check in (predictions, kernels, seven_b, overlap, bitwise, tracing, plain_fp32, near_plain_bf16, sanitizer, adam_rates)
 }
 
 

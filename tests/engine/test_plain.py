@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.kernels import decays
-from megatrain.layers.library import hf_config
+from megatrain.layers.hf import hf_config
 from megatrain.model import ModelSpec
 from megatrain.optim.constants import learning_rate
 from megatrain.plan import Plan

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megatrain.layers.library import hf_config
+from megatrain.layers.hf import hf_config
 from megatrain.model import BlockSpec, ModelSpec
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 import megatrain.layers.template as template_module
+from megatrain.layers.hf import CLASSES, hf_config
 from megatrain.layers.inputs import LayerInputs, rotary_tables
-from megatrain.layers.library import CLASSES, hf_config
 from megatrain.layers.saved import WeightView
 from megatrain.layers.template import LayerTemplate, layer_structure, layer_templates
 from megatrain.model import BlockSpec, ModelSpec
