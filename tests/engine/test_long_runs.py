@@ -27,7 +27,8 @@ def test_memory_is_flat_over_200_steps() -> None:
             gc.collect()
             kinds = [type(o) for o in gc.get_objects()]
             counts.append((sum(issubclass(k, torch.Tensor) for k in kinds), kinds.count(PartRun)))
-        assert counts[0] == counts[1]
+        # No more after 200 than after 100; fewer only if another test's leftovers went meanwhile.
+        assert counts[1][0] <= counts[0][0] and counts[1][1] <= counts[0][1]
         assert counts[0][1] <= TRACED_PARTS + 8  # the lanes hold on to the last part they ran
         trace = engine.trace()
         assert len(trace.parts) == TRACED_PARTS
@@ -38,13 +39,14 @@ def test_memory_is_flat_over_200_steps() -> None:
 
 
 def test_closing_returns_memory_and_threads() -> None:
+    gc.collect()
     before = threading.active_count()
     engine = Engine(small_model(), small_recipe(), Plan(), random_weights(small_model()))
     engine.step(random_batches(small_model(), small_recipe(), 1)[0])
     memory = weakref.ref(engine.memory)
     engine.close()
     engine.close()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     del engine
     gc.collect()
     assert memory() is None
