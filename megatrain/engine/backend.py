@@ -6,22 +6,23 @@ moved. The executor builds the digest of a measured trace from these answers and
 A *mark* is a point in a lane's time, taken before and after an op. On a lane that works while its thread waits, it is the time
 itself; on a CUDA stream it is an event, which has been enqueued when the call returns and is reached later. `follow` then makes
 the lane wait for a mark of another: the executor calls it only after that mark was taken, since waiting for an event that was
-never recorded waits for nothing.
+never recorded waits for nothing. What was not issued yet can only be an op of another thread: `follow_count` makes a lane wait
+for it by itself, where it can.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from megatrain.engine.clock import Clock
-from megatrain.schedule.nouns import Lane, Op
+from megatrain.schedule.nouns import LANES, Lane, Op
 from megatrain.trace import Source
 
 BoundRange = tuple[str, int, int]
 """(storage name, first byte, end byte)"""
 Base = Any
-"""What ties a backend's marks to the clock for the length of a part; see `Backend.base`."""
+"""What ties a backend's marks to the clock for the length of a part; see `Lanes.base`."""
 
 
 class Ran(NamedTuple):
@@ -54,24 +55,41 @@ class HostTimeline:
         return mark
 
 
-class Backend(Protocol):
-    """`step` is whatever the driver of the executor attached to the part that is running."""
+class Lanes(Protocol):
+    """How lanes keep time and wait for each other. What names a lane is called on that lane's thread."""
 
     @property
-    def source(self) -> Source: ...
-    @property
-    def clock(self) -> Clock: ...
-    def enter_lane(self, lane: Lane) -> None:
-        """Called once on the lane's thread before its first op."""
+    def threads(self) -> tuple[tuple[Lane, ...], ...]:
+        """The lanes, by the thread that issues their ops."""
         ...
 
-    def run(self, op: Op, step: Any) -> Ran: ...
+    def enter(self, lanes: tuple[Lane, ...]) -> None:
+        """Called once on the thread of `lanes` before its first op."""
+        ...
+
     def mark(self, lane: Lane, *, timed: bool) -> Any:
-        """This point of the lane, on its thread; `timed` if a trace will ask for its time."""
+        """This point of the lane; `timed` if a trace will ask for its time."""
         ...
 
     def follow(self, lane: Lane, mark: Any) -> None:
-        """What the lane runs next comes after `mark`; on the lane's thread."""
+        """What the lane runs next comes after `mark`."""
+        ...
+
+    def follow_count(self, lane: Lane, other: Lane, count: int) -> bool:
+        """What the lane runs next comes after the first `count` ops of `other`, which may not have been issued yet. False if it
+        cannot wait for that by itself, so that its thread must."""
+        ...
+
+    def ended(self, lane: Lane, count: int) -> None:
+        """The first `count` ops of the lane have been issued."""
+        ...
+
+    def recycle(self, marks: Iterable[Any], *, timed: bool) -> None:
+        """Nobody will ask for these marks any more; on any thread."""
+        ...
+
+    def abandon(self) -> None:
+        """The run has failed or ends: whatever a lane waits for by itself, it need not; on any thread."""
         ...
 
     def base(self) -> Base:
@@ -85,3 +103,55 @@ class Backend(Protocol):
     def settle(self, mark: Any) -> None:
         """Return when `mark` is reached."""
         ...
+
+
+class HostLanes:
+    """Lanes whose ops have ended when they return: a thread each, and a mark is the time."""
+
+    threads: tuple[tuple[Lane, ...], ...] = tuple((lane,) for lane in LANES)
+
+    def __init__(self, clock: Clock, enter: Callable[[Lane], None] = lambda lane: None) -> None:
+        self._clock, self._enter = clock, enter
+
+    def enter(self, lanes: tuple[Lane, ...]) -> None:
+        for lane in lanes:
+            self._enter(lane)
+
+    def mark(self, lane: Lane, *, timed: bool) -> int:
+        return self._clock.now_ns()
+
+    def follow(self, lane: Lane, mark: Any) -> None:
+        pass
+
+    def follow_count(self, lane: Lane, other: Lane, count: int) -> bool:
+        return False
+
+    def ended(self, lane: Lane, count: int) -> None:
+        pass
+
+    def recycle(self, marks: Iterable[Any], *, timed: bool) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+    def base(self) -> Base:
+        return None
+
+    def timeline(self, bases: Sequence[Base]) -> HostTimeline:
+        return HostTimeline()
+
+    def settle(self, mark: Any) -> None:
+        pass
+
+
+class Backend(Protocol):
+    """`step` is whatever the driver of the executor attached to the part that is running."""
+
+    @property
+    def source(self) -> Source: ...
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def lanes(self) -> Lanes: ...
+    def run(self, op: Op, step: Any) -> Ran: ...

@@ -7,19 +7,19 @@ compared with plain PyTorch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.engine.backend import Base, HostTimeline, Ran
+from megatrain.engine.backend import HostLanes, Ran
 from megatrain.engine.clock import Clock, RealClock
-from megatrain.engine.kernels import Kernels, UpdateCount
+from megatrain.engine.kernels import Kernel, Kernels, UpdateCount
 from megatrain.engine.memory import Memory
 from megatrain.model import BlockSpec
-from megatrain.optim.kernel import adamw_update
+from megatrain.optim.kernel import Run, prepare_adamw
 from megatrain.optim.norm import n_tiles, norm_partials
 from megatrain.schedule.nouns import Lane, Op, Schedule
 from megatrain.trace import Source
@@ -32,10 +32,11 @@ class CpuBackend:
 
     def __init__(self, schedule: Schedule, counts: UpdateCount, clock: Clock | None = None) -> None:
         self.schedule, self.memory, self.clock = schedule, Memory(schedule.storages), clock or RealClock()
+        self.lanes = HostLanes(self.clock, self._enter)
         ops = CpuOps(threads=schedule.plan.adam_threads)
         self.kernels = Kernels(schedule=schedule, memory=self.memory, device=ops, counts=counts)
 
-    def enter_lane(self, lane: Lane) -> None:
+    def _enter(self, lane: Lane) -> None:
         if lane == "compute":
             # The recipe's number, because it may change bits. Of the other lanes only the optimizer's fallback uses torch's
             # threads, and each of its elements depends on its own inputs alone.
@@ -44,23 +45,8 @@ class CpuBackend:
     def run(self, op: Op, step: Any) -> Ran:
         return self.kernels.run(op, step)
 
-    def mark(self, lane: Lane, *, timed: bool) -> int:
-        return self.clock.now_ns()
-
-    def follow(self, lane: Lane, mark: Any) -> None:
-        pass
-
-    def base(self) -> Base:
-        return None
-
-    def timeline(self, bases: Sequence[Base]) -> HostTimeline:
-        return HostTimeline()
-
-    def settle(self, mark: Any) -> None:
-        pass
-
     def close(self) -> None:
-        pass
+        self.kernels.forget()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +55,12 @@ class CpuOps:
 
     threads: int
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         # A plain memory copy: the GIL is released while it runs, and torch's threads stay out of it.
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+
+    def repeated(self, kernel: Kernel) -> Kernel:
+        return kernel
 
     def pack(self, block: BlockSpec, sums: Tensor, grads: Tensor, partials: Tensor) -> None:
         at = 0
@@ -81,5 +70,7 @@ class CpuOps:
             norm_partials(grad, partials[at : at + count])
             at += count
 
-    def adamw(self, master: tuple[Tensor, ...], m: Tensor, v: Tensor, grad: Tensor, constants: Tensor, *, decayed: bool) -> None:
-        adamw_update(master, m, v, grad, constants, decayed=decayed, threads=self.threads)
+    def prepare_adamw(
+        self, master: tuple[Tensor, ...], m: Tensor, v: Tensor, grad: Tensor, constants: Tensor, runs: Sequence[Run]
+    ) -> Callable[[], None]:
+        return prepare_adamw(master, m, v, grad, constants, runs, threads=self.threads)

@@ -1,19 +1,25 @@
 """The cuda backend: lanes as streams, deps as events.
 
-A lane's thread enqueues its ops on the lane's stream and runs ahead of the device; the cpu lane works on its thread. A mark of a
-stream is an event. What follows a mark of another stream makes its stream wait for the event; what follows one on the cpu lane
-waits on the host for that event, and for nothing else. The executor asks for neither before the event was recorded.
+One thread enqueues the ops of all three streams, in the order of the part, and runs ahead of the device; the cpu lane works on
+its own thread. A mark of a stream is an event. What follows a mark of another stream makes its stream wait for the event; what
+follows one on the cpu lane waits on the host for that event, and for nothing else. The executor asks for neither before the event
+was recorded. A stream that follows the cpu lane waits for a count in pinned memory, which that lane raises after each op: so the
+host is never waited for on the way to the device.
+
+Why one thread: threads that enqueue take turns at the interpreter, and with a thread a lane each turn was longer than a copy.
 
 After warm-up nothing here allocates, frees or synchronises: the arena holds every slot, staged inputs and copied planes are
-registered with the driver at their exact size, and temporaries come from PyTorch's cached blocks of the compute stream.
+registered with the driver at their exact size, events come from a pool, and temporaries from PyTorch's cached blocks of the
+compute stream.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 # cuBLAS reads this when its first handle is made. A workspace of a fixed size belongs to the bits of a product.
@@ -22,12 +28,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 from torch import Tensor
 
-from megatrain.engine import triton_kernels
+from megatrain.engine import driver, triton_kernels
 from megatrain.engine.backend import Ran
 from megatrain.engine.clock import Clock, RealClock
-from megatrain.engine.kernels import Kernels, UpdateCount
+from megatrain.engine.driver import Flag
+from megatrain.engine.kernels import Kernel, Kernels, StepContext, UpdateCount
 from megatrain.engine.memory import Memory
 from megatrain.model import BlockSpec
+from megatrain.optim.kernel import Run
 from megatrain.recipe import Recipe
 from megatrain.schedule.nouns import Lane, Op, Schedule
 from megatrain.trace import Source
@@ -58,42 +66,71 @@ class CudaBackend:
             error = int(torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0))
             if error:
                 raise MemoryError(f"pinning {view.numel()} bytes of host memory failed: CUDA error {error}")
-        self.kernels = Kernels(schedule=schedule, memory=self.memory, device=CudaOps(schedule), counts=counts)
-        # Copies first: where the device must choose, a short copy lets long computation start.
-        self._streams: dict[Lane, torch.cuda.Stream] = {
-            "h2d": torch.cuda.Stream(priority=-1), "d2h": torch.cuda.Stream(priority=-1), "compute": torch.cuda.Stream(),
-        }  # fmt: skip
-        self._idle = torch.cuda.Stream(priority=-1)
+        self.lanes = CudaLanes(self.clock)
+        self.kernels = Kernels(schedule=schedule, memory=self.memory, device=CudaOps(schedule, self.lanes.streams), counts=counts)
         torch.cuda.synchronize()  # the arena was filled on the default stream
 
     def close(self) -> None:
         """Wait for the device and give pinned memory back to the driver."""
+        self.lanes.abandon()
         torch.cuda.synchronize()
+        self.kernels.forget()
         for view in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
         self._pinned = []
 
-    def enter_lane(self, lane: Lane) -> None:
-        if lane in self._streams:
-            torch.cuda.set_stream(self._streams[lane])
-
     def run(self, op: Op, step: Any) -> Ran:
         return self.kernels.run(op, step)
 
+
+class CudaLanes:
+    """Streams that a thread enqueues on, and the cpu lane on its own."""
+
+    threads: tuple[tuple[Lane, ...], ...] = (("h2d", "compute", "d2h"), ("cpu",))
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        # Copies first: where the device must choose, a short copy lets long computation start.
+        self.streams: dict[Lane, torch.cuda.Stream] = {
+            "h2d": torch.cuda.Stream(priority=-1), "d2h": torch.cuda.Stream(priority=-1), "compute": torch.cuda.Stream(),
+        }  # fmt: skip
+        self._handles = {lane: stream.cuda_stream for lane, stream in self.streams.items()}
+        self._idle = torch.cuda.Stream(priority=-1)
+        self._ended = Flag()
+        self._free: dict[bool, list[torch.cuda.Event]] = {True: [], False: []}
+
+    def enter(self, lanes: tuple[Lane, ...]) -> None:
+        if "compute" in lanes:
+            torch.cuda.set_stream(self.streams["compute"])  # copies name their stream
+
     def mark(self, lane: Lane, *, timed: bool) -> int | torch.cuda.Event:
-        if lane not in self._streams:
-            return self.clock.now_ns()
-        event = torch.cuda.Event(enable_timing=timed, blocking=True)
-        event.record(self._streams[lane])
+        if lane not in self.streams:
+            return self._clock.now_ns()
+        free = self._free[timed]
+        event = free.pop() if free else torch.cuda.Event(enable_timing=timed, blocking=True)
+        event.record(self.streams[lane])
         return event
+
+    def recycle(self, marks: Iterable[int | torch.cuda.Event], *, timed: bool) -> None:
+        self._free[timed] += [mark for mark in marks if not isinstance(mark, int)]
 
     def follow(self, lane: Lane, mark: int | torch.cuda.Event) -> None:
         if isinstance(mark, int):
             return
-        if lane in self._streams:
-            self._streams[lane].wait_event(mark)
+        if lane in self.streams:
+            self.streams[lane].wait_event(mark)
         else:
             mark.synchronize()
+
+    def follow_count(self, lane: Lane, other: Lane, count: int) -> bool:
+        return lane in self.streams and other not in self.streams and self._ended.follow(self._handles[lane], count)
+
+    def ended(self, lane: Lane, count: int) -> None:
+        if lane not in self.streams:
+            self._ended.set(count)
+
+    def abandon(self) -> None:
+        self._ended.abandon()
 
     def settle(self, mark: int | torch.cuda.Event) -> None:
         if not isinstance(mark, int):
@@ -104,9 +141,9 @@ class CudaBackend:
         tries = []
         for _ in range(4):
             event = torch.cuda.Event(enable_timing=True)
-            before = self.clock.now_ns()
+            before = self._clock.now_ns()
             event.record(self._idle)
-            tries.append(CudaBase(event, before, self.clock.now_ns()))
+            tries.append(CudaBase(event, before, self._clock.now_ns()))
         return min(tries, key=lambda base: base.after_ns - base.before_ns)
 
     def timeline(self, bases: Sequence[CudaBase]) -> CudaTimeline:
@@ -151,9 +188,11 @@ def elapsed_ns(start: torch.cuda.Event, end: torch.cuda.Event) -> int:
 
 
 class CudaOps:
-    """Device operations on the current stream."""
+    """Device operations: copies on their lane's stream, kernels on the current one."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, streams: Mapping[Lane, torch.cuda.Stream]) -> None:
+        self._streams = {lane: stream.cuda_stream for lane, stream in streams.items()}
+        self._pool = GraphPool()
         # Blocks of one structure have the same tiles.
         tables: dict[tuple[tuple[int, int], ...], Tensor] = {}
         self._tiles: dict[int, Tensor] = {}
@@ -166,11 +205,84 @@ class CudaOps:
     def pack(self, block: BlockSpec, sums: Tensor, grads: Tensor, partials: Tensor) -> None:
         triton_kernels.pack(self._tiles[block.index], sums, grads, partials)
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        driver.copy(target.data_ptr(), source.data_ptr(), source.numel(), self._streams[lane])
 
-    def adamw(self, master: tuple[Tensor, ...], m: Tensor, v: Tensor, grad: Tensor, constants: Tensor, *, decayed: bool) -> None:
-        triton_kernels.adamw(master, m, v, grad, constants, decayed=decayed)
+    def repeated(self, kernel: Kernel) -> Kernel:
+        return Graphed(kernel, self._pool)
+
+    def prepare_adamw(
+        self, master: tuple[Tensor, ...], m: Tensor, v: Tensor, grad: Tensor, constants: Tensor, runs: Sequence[Run]
+    ) -> Callable[[], None]:
+        def cut(run: Run) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor, bool]:
+            part = slice(run.first, run.end)
+            return tuple(plane[part] for plane in master), m[part], v[part], grad[part], run.decayed
+
+        parts = [cut(run) for run in runs]
+
+        def update() -> None:
+            for planes, m, v, grad, decayed in parts:
+                triton_kernels.adamw(planes, m, v, grad, constants, decayed=decayed)
+
+        return update
+
+
+class GraphPool:
+    """The memory that all graphs of a run take their temporaries from.
+
+    They run one after the other on one stream, in the order of their capture, so what one has given back the next may take: the
+    pool is as large as the most that lives at once. Kept activations live in it from a forward to its backward.
+    """
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self._used = False
+
+    def first_use(self) -> None:
+        """Before the first capture: what ops took for themselves until now will not be asked for again."""
+        if not self._used:
+            self._used = True
+            torch.cuda.empty_cache()
+
+
+class Graphed:
+    """A kernel as a CUDA graph: the work it launches, launched at once.
+
+    To launch a layer's kernels one by one from Python takes longer than a GPU needs to run them, where a layer is small. The
+    first run goes the ordinary way (it compiles and loads what it needs), the second is captured. A graph launches the same
+    kernels with the same operands, so it gives the same bits.
+    """
+
+    def __init__(self, kernel: Kernel, pool: GraphPool) -> None:
+        self._kernel, self._pool = kernel, pool
+        self._has_run = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, step: StepContext) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+        elif not self._has_run:
+            self._has_run = True
+            self._kernel(step)
+        else:
+            self._pool.first_use()
+            self._graph = captured(lambda: self._kernel(step), self._pool.handle)
+            self._graph.replay()
+
+
+def captured(launch: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    """What `launch` launches on the current stream, as a graph. Other threads may use the device meanwhile."""
+    graph = torch.cuda.CUDAGraph()
+    collects = gc.isenabled()
+    gc.disable()  # it might find a graph of an engine long closed, and to destroy one ends this thread's capture
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        launch()
+        graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+    return graph
 
 
 def configure(recipe: Recipe) -> None:

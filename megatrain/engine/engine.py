@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -81,7 +82,7 @@ class StepResult:
     def __init__(self, executor: Executor, run: PartRun, context: StepContext) -> None:
         # Two ops of the run and not the run: results may be kept for long.
         self._executor, self._context = executor, context
-        self._report, self._clip = run.by_name["report"], run.by_name["clip"]
+        self._report, self._clip = run.named("report"), run.named("clip")
 
     @property
     def loss(self) -> float:
@@ -153,6 +154,7 @@ class Engine:
         self._finalizer = weakref.finalize(self, _close, self._executor, backend)
         self._steps: list[PartRun] = []
         self._warm = self._stepped = False
+        self._device, self._rehearsals = device, Counter[str]()
 
     # ---- training ------------------------------------------------------------------------------------------------------
 
@@ -161,11 +163,15 @@ class Engine:
         (`megatrain.layers.inputs`). ValueError if its shape is not the recipe's; LaneError if the run has failed."""
         part = self.schedule.body if self._warm else self.schedule.prologue
         if len(self._steps) >= STEPS_IN_FLIGHT:
-            self._executor.wait([self._steps[0].by_name["clip"]])
+            self._executor.wait([self._steps[0].named("clip")])
             del self._steps[0]
         context = self._context(batch)  # after the wait: it fills the buffers of a step that has ended
         run = self._executor.submit(part, context, from_cold=not self._warm)
         self._warm = self._stepped = True
+        if self._device == "cuda" and self._rehearsals[part.name] < 2:
+            # It may compile, and be captured as graphs: then nobody, the caller included, may synchronise the device.
+            self._rehearsals[part.name] += 1
+            self._executor.wait(run.issued)
         self._steps.append(run)
         return StepResult(self._executor, run, context)
 

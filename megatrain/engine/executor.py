@@ -1,7 +1,12 @@
-"""The executor: parts of a schedule, run on a thread a lane.
+"""The executor: parts of a schedule, run on the backend's threads.
 
-For each op of its lane a thread waits until every dep has ended, lets the backend run the op, and records when and what. That is
+For each op of its lanes a thread waits until every dep has ended, lets the backend run the op, and records when and what. That is
 all the order there is; which op comes next, what it waits for and which bytes it gets stand in the schedule.
+
+A backend whose lanes do their work themselves (streams) has one thread that issues the ops of all of them, in the order of the
+part. It never waits for a lane that works on its thread (the cpu lane): its own lanes are told to, and it goes on. Nothing can
+lock up: of all ops that have not ended take the first; what it depends on has ended, and its thread is not held up by an op that
+comes later, since ops are issued in this very order.
 
 A failure on any lane cancels the clock, so every other wait ends at once, and surfaces as `LaneError` with the op's text form.
 """
@@ -10,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatrain.engine.backend import Backend, Ran, Timeline
@@ -22,53 +27,87 @@ TRACED_PARTS = 64
 """A trace keeps this many parts, so that memory stays flat however long the run."""
 
 
+_AT_REST_S = 0.5
+
+
 class LaneError(RuntimeError):
     """A lane failed; the message names the op, the lane and the reason."""
 
 
 class Issue(Signal):
-    """The issuing of one op, and the mark its lane had right after it."""
+    """The issuing of one op: the mark its lane had right after it, and which op of its lane it is, counted from 1."""
 
-    __slots__ = ("mark",)
+    __slots__ = ("count", "lane", "mark")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, lane: Lane, count: int) -> None:
         super().__init__(name)
+        self.lane, self.count = lane, count
         self.mark: Any = None
+
+
+class _Outline:
+    """What the runs of a part have in common: names, text forms, and each lane's ops."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.names = [op.name for op in part.ops]
+        self.texts = [part.text(i) for i in range(len(part.ops))]
+        self.index = {name: i for i, name in enumerate(self.names)}
+        self.waits = [([(self.names[d], d) for d in op.deps], [(f"-1:{name}", name) for name in op.prev]) for op in part.ops]
+        totals = dict.fromkeys(LANES, 0)
+        self.places = []  # (lane, which of its ops in this part, from 1)
+        for op in part.ops:
+            totals[op.lane] += 1
+            self.places.append((op.lane, totals[op.lane]))
+        self.totals = totals
 
 
 class PartRun:
     """One run of a part: what its ops wait for, and what was done so far.
 
     An op of a lane that runs ahead of its thread (a stream) is `issued` when it has been enqueued, any other when it has ended.
+    `ended` says how many ops each lane had when the part began.
     """
 
-    def __init__(self, number: int, part: Part, previous: PartRun | None, step: Any, base: Any, recorded: bool) -> None:
-        self.number, self.part, self.step, self.base, self.recorded = number, part, step, base, recorded
-        self.issued = [Issue(part.text(i)) for i in range(len(part.ops))]
-        self.by_name = {op.name: issue for op, issue in zip(part.ops, self.issued, strict=True)}
-        self.before = previous.by_name if previous is not None else {}
+    def __init__(
+        self, number: int, outline: _Outline, previous: PartRun | None, ended: Mapping[Lane, int], step: Any, base: Any,
+        recorded: bool,
+    ) -> None:  # fmt: skip
+        self.number, self.part, self.outline = number, outline.part, outline
+        self.step, self.base, self.recorded, self.previous = step, base, recorded, previous
+        self.issued = [
+            Issue(text, lane, ended[lane] + nth) for text, (lane, nth) in zip(outline.texts, outline.places, strict=True)
+        ]
         self.marks: dict[int, tuple[int, Any, Any]] = {}
         self.lines: dict[str, list[str]] = {lane: [] for lane in LANES}
+
+    def named(self, name: str) -> Issue:
+        """The issuing of the op of this name."""
+        return self.issued[self.outline.index[name]]
 
     def finished(self) -> bool:
         """Whether every op has been issued."""
         return all(issue.happened for issue in self.issued)
 
-    def order_of(self, lane: Lane) -> list[int]:
-        """The ops of `lane`, in order, as positions in the part."""
-        return [i for i, op in enumerate(self.part.ops) if op.lane == lane]
+    def order_of(self, lanes: Sequence[Lane]) -> list[int]:
+        """The ops of these lanes, in the part's order, as positions in it."""
+        return [i for i, (lane, _) in enumerate(self.outline.places) if lane in lanes]
 
-    def deps_of(self, op: Op) -> list[tuple[str, Issue]]:
-        """What `op` waits for: names as a digest has them, and the issues."""
-        waits = [(self.part.ops[d].name, self.issued[d]) for d in op.deps]
-        return waits + [(f"-1:{name}", self.before[name]) for name in op.prev]
+    def deps_of(self, i: int) -> list[tuple[str, Issue]]:
+        """What the op at `i` waits for: names as a digest has them, and the issues."""
+        within, before = self.outline.waits[i]
+        waits = [(name, self.issued[d]) for name, d in within]
+        if before:
+            assert self.previous is not None, f"{self.outline.texts[i]} waits for a part that did not run"
+            waits += [(text, self.previous.named(name)) for text, name in before]
+        return waits
 
 
 class _Mailbox:
-    """What one lane has yet to run; one thread puts, one takes."""
+    """What one thread has yet to run; another puts, it takes."""
 
-    def __init__(self, clock: Clock, lane: Lane) -> None:
-        self._clock, self._lane = clock, lane
+    def __init__(self, clock: Clock, name: str) -> None:
+        self._clock, self._name = clock, name
         self._items: deque[PartRun] = deque()
         self._arrival = Signal("more work")
 
@@ -82,30 +121,33 @@ class _Mailbox:
             arrival = self._arrival  # read before looking, so that what arrives after the look has signalled it
             if self._items:
                 return self._items.popleft()
-            self._clock.wait(arrival, f"lane {self._lane} (idle)")
+            self._clock.wait(arrival, f"{self._name} (idle)")
 
 
 class Executor:
-    """Lane threads over one backend. `submit` appends a part and returns at once; `drain` waits for all that was submitted."""
+    """Threads over one backend. `submit` appends a part and returns at once; `drain` waits for all that was submitted."""
 
     def __init__(self, backend: Backend, *, tracing: bool = True) -> None:
         self.backend, self.clock, self.tracing = backend, backend.clock, tracing
         self.runs: list[PartRun] = []
         self._unrecorded = 0
         self._latest: PartRun | None = None  # what the next part's `prev` names refer to; None when everything has ended
-        self._mail = {lane: _Mailbox(self.clock, lane) for lane in LANES}
+        self._mail = {lanes: _Mailbox(self.clock, _name_of(lanes)) for lanes in backend.lanes.threads}
         self._unfinished: list[PartRun] = []  # parts with ops that have not been issued
         self._reached: dict[Lane, Any] = {}  # each lane's latest mark
+        self._submitted: dict[Lane, int] = dict.fromkeys(LANES, 0)  # ops of each lane, in all parts
+        self._outlines: dict[int, _Outline] = {}
         self._lines: dict[int, tuple[Op, list[str], Ran, str]] = {}
         self._failure: LaneError | None = None
         self._lock = threading.Lock()  # guards the first failure only
         self._closed = False
-        self._threads = {
-            lane: threading.Thread(target=self._lane, args=(lane,), name=f"lane {lane}", daemon=True) for lane in LANES
-        }
-        for thread in self._threads.values():
+        self._threads = [
+            threading.Thread(target=self._run_lanes, args=(lanes,), name=_name_of(lanes), daemon=True)
+            for lanes in backend.lanes.threads
+        ]
+        for thread in self._threads:
             self.clock.adopt(thread)
-        for thread in self._threads.values():
+        for thread in self._threads:
             thread.start()
 
     def submit(self, part: Part, step: Any = None, *, from_cold: bool = False, record: bool = True) -> PartRun:
@@ -124,21 +166,32 @@ class Executor:
             raise
 
     def _submit(self, part: Part, step: Any, record: bool) -> PartRun:
+        outline = self._outlines.get(id(part))
+        if outline is None or outline.part is not part:
+            outline = self._outlines[id(part)] = _Outline(part)
         recorded = record and self.tracing and len(self.runs) < TRACED_PARTS
-        base = self.backend.base() if recorded else None
-        run = PartRun(len(self.runs), part, self._latest, step, base, recorded)
+        base = self.backend.lanes.base() if recorded else None
+        run = PartRun(len(self.runs), outline, self._latest, self._submitted, step, base, recorded)
+        self._submitted = {lane: count + outline.totals[lane] for lane, count in self._submitted.items()}
         self._latest = run
         if recorded:
             self.runs.append(run)
         elif record:
             self._unrecorded += 1
-        for old in self._unfinished:
-            if old.finished():
-                old.step = None  # a trace need not hold on to its batches
-        self._unfinished = [r for r in self._unfinished if not r.finished()] + [run]
+        self._unfinished = [old for old in self._unfinished if not self._retired(old)] + [run]
         for mailbox in self._mail.values():
             mailbox.put(run)
         return run
+
+    def _retired(self, run: PartRun) -> bool:
+        """Whether `run` is done with; then it holds on to nothing that a trace does not need."""
+        if not run.finished():
+            return False
+        if run.previous is not None and not run.previous.recorded:
+            # What could wait for an op is in its own part and the next; both have been issued.
+            self.backend.lanes.recycle([issue.mark for issue in run.previous.issued], timed=False)
+        run.step = run.previous = None
+        return True
 
     def wait(self, issues: Sequence[Issue]) -> None:
         """Wait until these ops have ended. Raises `LaneError`."""
@@ -146,7 +199,7 @@ class Executor:
             for issue in issues:
                 self.clock.wait(issue, "the caller")
             for issue in issues:
-                self.backend.settle(issue.mark)
+                self.backend.lanes.settle(issue.mark)
         except Cancelled as cancelled:
             self._raise_failure(cancelled)
 
@@ -155,9 +208,9 @@ class Executor:
         # Each of them: the last part may be empty, or shorter than the one before.
         for run in self._unfinished:
             self.wait(run.issued)
-            run.step = None
+            self._retired(run)
         for mark in self._reached.values():
-            self.backend.settle(mark)
+            self.backend.lanes.settle(mark)
         self._unfinished, self._latest = [], None
 
     def restart_trace(self) -> None:
@@ -169,7 +222,7 @@ class Executor:
         ValueError if the executor does not trace."""
         if not self.tracing:
             raise ValueError("trace: tracing is off")
-        timeline = self.backend.timeline([run.base for run in self.runs])
+        timeline = self.backend.lanes.timeline([run.base for run in self.runs])
         events, notes = _events(self.runs, timeline), list(timeline.notes)
         if self._unrecorded:
             notes.append(f"recording ended after {TRACED_PARTS} parts; {self._unrecorded} more ran")
@@ -187,20 +240,21 @@ class Executor:
             return
         self._closed = True
         self.clock.cancel(RuntimeError("the engine was closed"))
-        for thread in self._threads.values():
+        self.backend.lanes.abandon()
+        for thread in self._threads:
             thread.join()
 
     # ---- on the lanes' threads ---------------------------------------------------------------------------------------
 
-    def _lane(self, lane: Lane) -> None:
-        thread, current = threading.current_thread(), f"lane {lane}"
+    def _run_lanes(self, lanes: tuple[Lane, ...]) -> None:
+        thread, current = threading.current_thread(), _name_of(lanes)
         try:
-            self.backend.enter_lane(lane)
+            self.backend.lanes.enter(lanes)
             while True:
-                run = self._mail[lane].take()
-                for i in run.order_of(lane):
-                    current = f"{run.part.name} {run.part.text(i)} on {lane}"
-                    self._run_op(run, i, lane)
+                run = self._mail[lanes].take()
+                for i in run.order_of(lanes):
+                    current = f"{run.part.name} {run.outline.texts[i]} on {run.part.ops[i].lane}"
+                    self._run_op(run, i)
         except Cancelled as cancelled:
             # A lane's own failure is noted before it cancels the clock, so this is the clock's: a deadlock, a dead thread.
             if not self._closed:
@@ -210,22 +264,26 @@ class Executor:
         finally:
             self.clock.leave(thread)
 
-    def _run_op(self, run: PartRun, i: int, lane: Lane) -> None:
-        op, clock = run.part.ops[i], self.clock
-        who = run.part.text(i)
+    def _run_op(self, run: PartRun, i: int) -> None:
+        op, clock, lanes = run.part.ops[i], self.clock, self.backend.lanes
+        who, lane = run.outline.texts[i], op.lane
         issued = clock.now_ns()
-        deps = run.deps_of(op)
+        deps = run.deps_of(i)
         for _, issue in deps:
-            clock.wait(issue, who)
-            self.backend.follow(lane, issue.mark)
-        start = self.backend.mark(lane, timed=True) if run.recorded else None
+            if not issue.happened:
+                if lanes.follow_count(lane, issue.lane, issue.count):
+                    continue
+                clock.wait(issue, who)
+            lanes.follow(lane, issue.mark)
+        start = lanes.mark(lane, timed=True) if run.recorded else None
         ran: Ran = self.backend.run(op, run.step)
-        end = run.issued[i].mark = self._reached[lane] = self.backend.mark(lane, timed=run.recorded)
+        mine = run.issued[i]
+        end = mine.mark = self._reached[lane] = lanes.mark(lane, timed=run.recorded)
+        lanes.ended(lane, mine.count)
         if run.recorded:
             run.marks[i] = (issued, start, end)
             run.lines[lane].append(self._line(op, [name for name, _ in deps], ran))
-        clock.signal(run.issued[i])
-
+        clock.signal(mine)
 
     def _line(self, op: Op, waited: list[str], ran: Ran) -> str:
         """The op as the digest sees it. What it does is the same in most steps, so the last line is kept with what it says."""
@@ -237,6 +295,7 @@ class Executor:
 
     def _fail(self, failure: LaneError, cause: BaseException | None) -> None:
         self.clock.cancel(self._failed(failure, cause))
+        self.backend.lanes.abandon()
 
     def _failed(self, failure: LaneError, cause: BaseException | None) -> LaneError:
         """The run's one failure: this one, unless another came first."""
@@ -250,8 +309,15 @@ class Executor:
         if self._failure is None and cancelled is not None:
             self._failed(LaneError(str(cancelled.cause)), cancelled.cause)
         if self._failure is not None:
+            # Whoever hears of it finds the lanes at rest, or nearly: a caller may want to look at the device.
+            for thread in self._threads:
+                thread.join(_AT_REST_S)
             # A fresh exception each time: one that is raised again and again collects the frames of all who met it.
             raise LaneError(str(self._failure)) from self._failure.__cause__
+
+
+def _name_of(lanes: Sequence[Lane]) -> str:
+    return f"lane {'+'.join(lanes)}"
 
 
 def _events(runs: Sequence[PartRun], timeline: Timeline) -> list[Event]:

@@ -1,12 +1,14 @@
 """Kernels: what each kind of op does to the bytes it is given, the same for every device.
 
-One function a kind. A kernel finds its operands by what their tags say they hold and takes bytes from nowhere else. What differs
-between devices (how bytes are copied, how gradients are packed, how AdamW runs on the device) comes in as `DeviceOps`.
+An op touches the same bytes in every step. So it is *prepared* when it first runs: its operands are found by what their tags say
+they hold, bound, and turned into the tensors its computation takes; what is left is a function of the step. One function a kind
+prepares; it takes bytes from nowhere else. What differs between devices (how bytes are copied, how gradients are packed, how
+AdamW runs on the device) comes in as `DeviceOps`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -23,10 +25,10 @@ from megatrain.layers.saved import Saved
 from megatrain.layers.template import LayerTemplate, layer_templates
 from megatrain.model import BlockSpec, ParamSpec
 from megatrain.optim.constants import clip_factor, step_constants
-from megatrain.optim.kernel import adamw_update
+from megatrain.optim.kernel import Run, prepare_adamw
 from megatrain.optim.norm import finish_norm, first_nonfinite, n_tiles
 from megatrain.schedule.layout import input_fields
-from megatrain.schedule.nouns import Access, Op, Schedule
+from megatrain.schedule.nouns import Access, Lane, Op, Schedule
 
 
 class NonFiniteGradient(RuntimeError):
@@ -55,18 +57,36 @@ class UpdateCount:
 
 
 class Operands(NamedTuple):
-    """One running op with its bytes. `reads` and `writes` are keyed by (what they hold, block; micro-batch for losses)."""
+    """One op with its bytes. `reads` and `writes` are keyed by (what they hold, block; micro-batch for losses)."""
 
     op: Op
     reads: dict[tuple[str, int | None], Tensor]
     writes: dict[tuple[str, int | None], Tensor]
 
 
+Kernel = Callable[[StepContext], None]
+"""A prepared op: does its work for one step."""
+
+
+class Prepared(NamedTuple):
+    """An op that has run before: its kernel, what running it touches, and whether that depends on kept handles."""
+
+    op: Op
+    kernel: Kernel
+    ran: Ran
+    dynamic: bool
+
+
 class DeviceOps(Protocol):
     """What a backend adds. Called on the lane the op runs on; a device may finish later, in the order of the lane."""
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         """Copy uint8 bytes between host and device, either way."""
+        ...
+
+    def repeated(self, kernel: Kernel) -> Kernel:
+        """A kernel that does what `kernel` does, for one that launches the same work on the same bytes in every step and reads
+        nothing of the step."""
         ...
 
     def pack(self, block: BlockSpec, sums: Tensor, grads: Tensor, partials: Tensor) -> None:
@@ -74,8 +94,10 @@ class DeviceOps(Protocol):
         after parameter."""
         ...
 
-    def adamw(self, master: tuple[Tensor, ...], m: Tensor, v: Tensor, grad: Tensor, constants: Tensor, *, decayed: bool) -> None:
-        """`megatrain.optim.kernel.adamw_update` where the block's state lies on the device."""
+    def prepare_adamw(
+        self, master: tuple[Tensor, ...], m: Tensor, v: Tensor, grad: Tensor, constants: Tensor, runs: Sequence[Run]
+    ) -> Callable[[], None]:
+        """`megatrain.optim.kernel.prepare_adamw` where the block's state lies on the device."""
         ...
 
 
@@ -87,35 +109,55 @@ class Kernels:
     memory: Memory
     device: DeviceOps
     counts: UpdateCount = field(default_factory=UpdateCount)
-    _saved: dict[str, tuple[str, Saved]] = field(default_factory=dict)
-    _bound: dict[int, tuple[Operands, tuple[BoundRange, ...], tuple[BoundRange, ...]]] = field(default_factory=dict)
-    _layers: tuple[LayerTemplate, ...] = field(init=False)
-    _head: HeadTemplate = field(init=False)
+    saved: dict[str, tuple[str, Saved]] = field(default_factory=dict)
+    layers: tuple[LayerTemplate, ...] = field(init=False)
+    head: HeadTemplate = field(init=False)
+    _prepared: dict[int, Prepared] = field(default_factory=dict)
+    _alike: dict[tuple[object, ...], Prepared] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         model, recipe = self.schedule.model, self.schedule.recipe
-        self._layers = layer_templates(model, attention=recipe.attention, compiled=recipe.compiled)
-        self._head = head_template(model)
+        self.layers = layer_templates(model, attention=recipe.attention, compiled=recipe.compiled)
+        self.head = head_template(model)
 
     def run(self, op: Op, step: Any) -> Ran:
         """Run `op` and say what it bound."""
-        bound = self._bound.get(id(op))
-        if bound is None or bound[0].op is not op:
-            # An op touches the same bytes in every step: its views are made, and located, when it first runs.
-            reads, read_ranges = self._bind(op.reads)
-            writes, write_ranges = self._bind(op.writes)
-            bound = self._bound[id(op)] = (Operands(op, reads, writes), read_ranges, write_ranges)
-        operands, read_ranges, write_ranges = bound
-        if any(self.memory.storages[a.storage].dynamic for a in op.reads):
-            read_ranges = self._handles(op, read_ranges)
-        copied = _KERNELS[op.kind](self, operands, step)
-        nbytes = copied if copied is not None else sum(stop - start for _, start, stop in write_ranges)
-        return Ran(read_ranges, write_ranges, nbytes)
+        prepared = self._prepared.get(id(op))
+        if prepared is None or prepared.op is not op:
+            prepared = self._prepared[id(op)] = self._prepare(op)
+        ran = prepared.ran
+        if prepared.dynamic:  # before it runs: a handle is gone when its reader has ended
+            ran = Ran(self._handles(op, ran.reads), ran.writes, ran.nbytes)
+        prepared.kernel(step)
+        return ran
+
+    def forget(self) -> None:
+        """Let go of all that was prepared, and of what refers to it in turn. Nothing runs after this."""
+        self._prepared.clear()
+        self._alike.clear()
+        self.saved.clear()
+
+    def _prepare(self, op: Op) -> Prepared:
+        # Two parts have ops that touch the same bytes in the same way, where only their order may differ: they share a kernel.
+        touched = ((a.tag.what, a.tag.block, a.tag.micro, *a[:3]) for a in (*op.reads, *op.writes))
+        key = (op.name, op.lane, len(op.reads), *touched)
+        alike = self._alike.get(key)
+        if alike is not None:
+            return alike._replace(op=op)
+        reads, read_ranges = self._bind(op.reads)
+        writes, write_ranges = self._bind(op.writes)
+        kernel = _KERNELS[op.kind](self, Operands(op, reads, writes))
+        if op.lane == "compute" and op.kind in _REPEATED:
+            kernel = self.device.repeated(kernel)
+        nbytes = sum(stop - start for _, start, stop in write_ranges)
+        dynamic = any(self.memory.storages[a.storage].dynamic for a in op.reads)
+        prepared = self._alike[key] = Prepared(op, kernel, Ran(read_ranges, write_ranges, nbytes), dynamic)
+        return prepared
 
     def _handles(self, op: Op, ranges: tuple[BoundRange, ...]) -> tuple[BoundRange, ...]:
         """`ranges` with every kept handle named by the storage that it says itself it was made for."""
         return tuple(
-            (self._saved[name][0] if name in self._saved else name, start, stop) if self.memory.storages[a.storage].dynamic
+            (self.saved[name][0] if name in self.saved else name, start, stop) if self.memory.storages[a.storage].dynamic
             else (name, start, stop)
             for a, (name, start, stop) in zip(op.reads, ranges, strict=True)
         )  # fmt: skip
@@ -160,68 +202,103 @@ class Kernels:
         }
 
 
-# ---- kernels: one a kind; each returns the bytes it copied, or None ------------------------------------------------------
+# ---- one function a kind: it prepares an op ------------------------------------------------------------------------------
 
 
-def _copy(b: Kernels, target: Tensor, source: Tensor) -> int:
+def _same_size(target: Tensor, source: Tensor) -> None:
     if target.numel() != source.numel():
         raise ValueError(f"copy of {source.numel()} bytes into {target.numel()}")
-    b.device.copy(target, source)
-    return source.numel()
 
 
-def _input(b: Kernels, x: Operands, step: StepContext) -> int:
+def _input(b: Kernels, x: Operands) -> Kernel:
     (target,) = x.writes.values()
-    assert x.op.micro is not None
-    return _copy(b, target, step.batch[x.op.micro])
+    lane, micro = x.op.lane, x.op.micro
+    assert micro is not None
+
+    def kernel(step: StepContext) -> None:
+        source = step.batch[micro]
+        _same_size(target, source)
+        b.device.copy(lane, target, source)
+
+    return kernel
 
 
-def _move(b: Kernels, x: Operands, step: StepContext) -> int:
-    return sum(_copy(b, x.writes[key], x.reads[key]) for key in x.writes)
+def _move(b: Kernels, x: Operands) -> Kernel:
+    lane, pairs = x.op.lane, [(x.writes[key], x.reads[key]) for key in x.writes]
+    for target, source in pairs:
+        _same_size(target, source)
+
+    def kernel(step: StepContext) -> None:
+        for target, source in pairs:
+            b.device.copy(lane, target, source)
+
+    return kernel
 
 
-def _report(b: Kernels, x: Operands, step: StepContext) -> None:
+def _report(b: Kernels, x: Operands) -> Kernel:
     # Per micro-batch FP32 sums over the tokens of the step; added in double, in order.
-    step.loss = sum(float(x.reads["loss", m].view(torch.float32)[0]) for m in range(b.schedule.recipe.micro_batches))
+    losses = [x.reads["loss", m].view(torch.float32).numpy() for m in range(b.schedule.recipe.micro_batches)]
+
+    def kernel(step: StepContext) -> None:
+        step.loss = sum(float(loss[0]) for loss in losses)
+
+    return kernel
 
 
-def _forward(b: Kernels, x: Operands, step: StepContext) -> None:
+def _forward(b: Kernels, x: Operands) -> Kernel:
     op = x.op
     assert op.block is not None
     block = b.block(op.block)
     weights, inputs = b.weights(x.reads["weights", op.block], block), b.inputs(x.reads["input", None])
     if block.layer is None:
-        b.hidden(x.writes["hidden", 1]).copy_(embedding_forward(weights[0], inputs["ids"]))
-        return
-    y, saved = b._layers[block.layer].forward(weights, b.hidden(x.reads["hidden", op.block]), layer_inputs(inputs))
-    b.hidden(x.writes["hidden", op.block + 1]).copy_(y)
-    for a in op.writes:
-        if a.tag.what == "saved":
-            name = f"saved[{op.block}.{op.micro}]"
-            b._saved[b.memory.storages[a.storage].name] = (name, saved)
+        output, ids = b.hidden(x.writes["hidden", 1]), inputs["ids"]
+
+        def embed(step: StepContext) -> None:
+            output.copy_(embedding_forward(weights[0], ids))
+
+        return embed
+    template, of_layer = b.layers[block.layer], layer_inputs(inputs)
+    hidden, after = b.hidden(x.reads["hidden", op.block]), b.hidden(x.writes["hidden", op.block + 1])
+    handle = f"saved[{op.block}.{op.micro}]"
+    kept = [b.memory.storages[a.storage].name for a in op.writes if a.tag.what == "saved"]
+
+    def kernel(step: StepContext) -> None:
+        y, saved = template.forward(weights, hidden, of_layer)
+        after.copy_(y)
+        for name in kept:
+            b.saved[name] = (handle, saved)
+
+    return kernel
 
 
-def _loss(b: Kernels, x: Operands, step: StepContext) -> None:
-    head, recipe = b.schedule.model.blocks[-1], b.schedule.recipe
-    inputs, n_valid = b.inputs(x.reads["input", None]), max(step.n_valid, 1)
+def _loss(b: Kernels, x: Operands) -> Kernel:
+    head, tile = b.schedule.model.blocks[-1], b.schedule.recipe.loss_tile
+    targets, first = b.inputs(x.reads["input", None])["targets"], x.op.micro == 0
     weights = b.weights(x.reads["weights", head.index], head)
     if head.tied:
         weights += b.weights(x.reads["weights", 0], b.block(0))
-    hidden = b.hidden(x.reads["hidden", head.index])
+    hidden, result = b.hidden(x.reads["hidden", head.index]), x.writes["loss", x.op.micro].view(torch.float32)
     if ("dhidden", head.index) not in x.writes:  # evaluation: no gradient is asked for
-        loss = b._head.loss_only(weights, hidden, inputs["targets"], n_valid, recipe.loss_tile)
-    else:
-        accumulators = b.params(x.writes["acc", head.index], head, torch.float32)
-        if head.tied:
-            accumulators += b.params(x.writes["acc", 0], b.block(0), torch.float32)
-        loss, dx = b._head.loss_forward_backward(
-            weights, hidden, inputs["targets"], n_valid, recipe.loss_tile, accumulators, first=x.op.micro == 0
-        )
-        b.hidden(x.writes["dhidden", head.index]).copy_(dx)
-    x.writes["loss", x.op.micro].view(torch.float32)[0] = loss
+
+        def loss_only(step: StepContext) -> None:
+            result[0] = b.head.loss_only(weights, hidden, targets, max(step.n_valid, 1), tile)
+
+        return loss_only
+    accumulators = b.params(x.writes["acc", head.index], head, torch.float32)
+    if head.tied:
+        accumulators += b.params(x.writes["acc", 0], b.block(0), torch.float32)
+    dhidden = b.hidden(x.writes["dhidden", head.index])
+
+    def kernel(step: StepContext) -> None:
+        n_valid = max(step.n_valid, 1)
+        loss, dx = b.head.loss_forward_backward(weights, hidden, targets, n_valid, tile, accumulators, first=first)
+        dhidden.copy_(dx)
+        result[0] = loss
+
+    return kernel
 
 
-def _backward(b: Kernels, x: Operands, step: StepContext) -> None:
+def _backward(b: Kernels, x: Operands) -> Kernel:
     op = x.op
     assert op.block is not None
     block, inputs = b.block(op.block), b.inputs(x.reads["input", None])
@@ -229,82 +306,96 @@ def _backward(b: Kernels, x: Operands, step: StepContext) -> None:
     accumulators = b.params(x.writes["acc", op.block], block, torch.float32)
     first = ("acc", op.block) not in x.reads
     if block.layer is None:
-        embedding_backward(inputs["ids"], dy, accumulators[0], first=first, padding_idx=b.schedule.model.padding_idx)
-        return
-    template, weights = b._layers[block.layer], b.weights(x.reads["weights", op.block], block)
-    names = [b.memory.storages[a.storage].name for a in op.reads if a.tag.what == "saved"]
-    if names:
-        _, saved = b._saved.pop(names[0])
-    else:
-        _, saved = template.forward(weights, b.hidden(x.reads["hidden", op.block]), layer_inputs(inputs))
-    dx, grads = template.backward(weights, saved, dy)
-    accumulate(accumulators, grads, first)
-    b.hidden(x.writes["dhidden", op.block]).copy_(dx)
+        ids, padding = inputs["ids"], b.schedule.model.padding_idx
+
+        def embedding(step: StepContext) -> None:
+            embedding_backward(ids, dy, accumulators[0], first=first, padding_idx=padding)
+
+        return embedding
+    template, weights = b.layers[block.layer], b.weights(x.reads["weights", op.block], block)
+    of_layer, before = layer_inputs(inputs), b.hidden(x.writes["dhidden", op.block])
+    kept = [b.memory.storages[a.storage].name for a in op.reads if a.tag.what == "saved"]
+    hidden = None if kept else b.hidden(x.reads["hidden", op.block])
+
+    def kernel(step: StepContext) -> None:
+        if hidden is None:
+            _, saved = b.saved.pop(kept[0])
+        else:
+            _, saved = template.forward(weights, hidden, of_layer)
+        dx, grads = template.backward(weights, saved, dy)
+        accumulate(accumulators, grads, first)
+        before.copy_(dx)
+
+    return kernel
 
 
-def _pack(b: Kernels, x: Operands, step: StepContext) -> None:
+def _pack(b: Kernels, x: Operands) -> Kernel:
     assert x.op.block is not None
     block, dtype = b.block(x.op.block), DTYPES[b.schedule.recipe.gradient_dtype]
     sums, grads = x.reads["acc", block.index].view(torch.float32), x.writes["grad", block.index].view(dtype)
-    b.device.pack(block, sums, grads, x.writes["partials", None].view(torch.float32))
+    partials = x.writes["partials", None].view(torch.float32)
+    return lambda step: b.device.pack(block, sums, grads, partials)
 
 
-def _constants(b: Kernels, x: Operands, step: StepContext) -> None:
-    _set_constants(b, x, step, factor=1.0, skip=step.n_valid == 0)
+def _constants(b: Kernels, x: Operands) -> Kernel:
+    return lambda step: _set_constants(b, x, factor=1.0, skip=step.n_valid == 0)
 
 
-def _clip(b: Kernels, x: Operands, step: StepContext) -> None:
+def _clip(b: Kernels, x: Operands) -> Kernel:
     partials = x.reads["partials", None].view(torch.float32).numpy()
+    norm_and_flag = x.writes["norm", None].view(torch.float64).numpy()
     params = [p for block in b.schedule.model.blocks for p in block.params]
-    bad = first_nonfinite(partials, [n_tiles(p.numel) for p in params], [p.name for p in params])
-    norm = finish_norm(partials)
-    x.writes["norm", None].view(torch.float64).numpy()[:] = (norm, 0.0 if bad is None else 1.0)
-    step.norm = norm
-    if bad is not None:
-        step.skipped = f"non-finite gradient in {bad}"
-    elif step.n_valid == 0:
-        step.skipped = "no valid token in the batch"
-    if ("constants", None) in x.writes:
-        factor = clip_factor(norm, b.schedule.recipe.clip_norm) if bad is None else 1.0
-        _set_constants(b, x, step, factor=factor, skip=step.skipped is not None)
-    elif bad is not None:
-        raise NonFiniteGradient(
-            f"{step.skipped}, and during_backward has updated weights with it already; resume from a checkpoint"
-        )
+    counts, names = [n_tiles(p.numel) for p in params], [p.name for p in params]
+
+    def kernel(step: StepContext) -> None:
+        bad = first_nonfinite(partials, counts, names)
+        step.norm = norm = finish_norm(partials)
+        norm_and_flag[:] = (norm, 0.0 if bad is None else 1.0)
+        if bad is not None:
+            step.skipped = f"non-finite gradient in {bad}"
+        elif step.n_valid == 0:
+            step.skipped = "no valid token in the batch"
+        if ("constants", None) in x.writes:
+            factor = clip_factor(norm, b.schedule.recipe.clip_norm) if bad is None else 1.0
+            _set_constants(b, x, factor=factor, skip=step.skipped is not None)
+        elif bad is not None:
+            raise NonFiniteGradient(
+                f"{step.skipped}, and during_backward has updated weights with it already; resume from a checkpoint"
+            )
+
+    return kernel
 
 
-def _set_constants(b: Kernels, x: Operands, step: StepContext, *, factor: float, skip: bool) -> None:
+def _set_constants(b: Kernels, x: Operands, *, factor: float, skip: bool) -> None:
     values = step_constants(b.schedule.recipe.optimizer, b.counts.applied + 1, factor=factor, skip=skip)
     x.writes["constants", None].view(torch.float32).numpy()[:] = values
     if not skip:
         b.counts.applied += 1
 
 
-def _update(b: Kernels, x: Operands, step: StepContext) -> None:
-    """Parameters are updated one by one: decay is a matter of the parameter, and padding between them is left alone."""
+def _update(b: Kernels, x: Operands) -> Kernel:
+    """Parameter by parameter: decay is a matter of the parameter, and padding between them is left alone."""
     assert x.op.block is not None
     block = b.block(x.op.block)
-    state = {what: x.writes[what, block.index] for what in ("weights", "lo", "m", "v") if (what, block.index) in x.writes}
-    first = next(a.start for a in x.op.writes if a.tag.what == "m") // 4
-    end = first + state["m"].numel() // 4
     weight, link = DTYPES[b.schedule.recipe.precision], DTYPES[b.schedule.recipe.gradient_dtype]
-    flat = {
-        "weights": state["weights"].view(weight), "m": state["m"].view(torch.float32), "v": state["v"].view(torch.float32),
-        "grad": x.reads["grad", block.index].view(link),
-    }  # fmt: skip
-    if "lo" in state:
-        flat["lo"] = state["lo"].view(torch.int16)
-    (constants,) = (view for (what, _), view in x.reads.items() if what == "constants")
-    for p in block.params:
-        i, j = max(p.offset, first) - first, min(p.end, end) - first
-        if i < j:
-            cut = {what: plane[i:j] for what, plane in flat.items()}
-            master = (cut["weights"], cut["lo"]) if "lo" in cut else (cut["weights"],)
-            operands = (master, cut["m"], cut["v"], cut["grad"], constants.view(torch.float32))
-            if x.op.lane == "cpu":
-                adamw_update(*operands, decayed=decays(p), threads=b.schedule.plan.adam_threads)
-            else:
-                b.device.adamw(*operands, decayed=decays(p))
+    master: tuple[Tensor, ...] = (x.writes["weights", block.index].view(weight),)
+    if ("lo", block.index) in x.writes:
+        master += (x.writes["lo", block.index].view(torch.int16),)
+    m, v = (x.writes[what, block.index].view(torch.float32) for what in ("m", "v"))
+    grad = x.reads["grad", block.index].view(link)
+    (constants,) = (view.view(torch.float32) for (what, _), view in x.reads.items() if what == "constants")
+    first = next(a.start for a in x.op.writes if a.tag.what == "m") // 4
+    end = first + m.numel()
+    runs = [
+        Run(max(p.offset, first) - first, min(p.end, end) - first, decays(p))
+        for p in block.params
+        if p.offset < end and p.end > first
+    ]
+    if x.op.lane == "cpu":
+        update = prepare_adamw(master, m, v, grad, constants, runs, threads=b.schedule.plan.adam_threads)
+    else:
+        update = b.device.prepare_adamw(master, m, v, grad, constants, runs)
+    return lambda step: update()
 
 
 def decays(param: ParamSpec) -> bool:
@@ -312,7 +403,9 @@ def decays(param: ParamSpec) -> bool:
     return len(param.shape) > 1
 
 
-_KERNELS: dict[str, Callable[[Kernels, Operands, Any], int | None]] = {
+_KERNELS: dict[str, Callable[[Kernels, Operands], Kernel]] = {
     "input": _input, "load": _move, "forward": _forward, "loss": _loss, "backward": _backward, "pack": _pack,
     "save": _move, "report": _report, "constants": _constants, "clip": _clip, "update": _update,
 }  # fmt: skip
+_REPEATED = ("forward", "backward", "pack", "update")
+"""Kinds whose kernels read nothing of the step: what changes from step to step comes to them in memory."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from megatrain.engine.backend import Base, HostTimeline, Ran
+from megatrain.engine.backend import HostLanes, Ran
 from megatrain.engine.clock import Clock, VirtualClock
-from megatrain.schedule.nouns import Lane, Op, Schedule
+from megatrain.schedule.nouns import Op, Schedule
 from megatrain.trace import Source
 
 
@@ -18,29 +18,12 @@ class NullBackend:
 
     def __init__(self, schedule: Schedule, duration_ns: Callable[[Op], int], clock: Clock | None = None) -> None:
         self.clock: Clock = clock or VirtualClock()
+        self.lanes = HostLanes(self.clock)
         self._storages = schedule.storages
         self._duration_ns = duration_ns
-
-    def enter_lane(self, lane: Lane) -> None:
-        pass
 
     def run(self, op: Op, step: Any) -> Ran:
         self.clock.sleep(self._duration_ns(op), op.name)
         reads = tuple((self._storages[a.storage].name, a.start, a.stop) for a in op.reads)
         writes = tuple((self._storages[a.storage].name, a.start, a.stop) for a in op.writes)
         return Ran(reads, writes, op.nbytes)
-
-    def mark(self, lane: Lane, *, timed: bool) -> int:
-        return self.clock.now_ns()
-
-    def follow(self, lane: Lane, mark: Any) -> None:
-        pass
-
-    def base(self) -> Base:
-        return None
-
-    def timeline(self, bases: Sequence[Base]) -> HostTimeline:
-        return HostTimeline()
-
-    def settle(self, mark: Any) -> None:
-        pass

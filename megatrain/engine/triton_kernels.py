@@ -110,20 +110,46 @@ def adamw(master: tuple[Tensor, ...], m: Tensor, v: Tensor, grad: Tensor, consta
     )  # fmt: skip
 
 
+# The norm's tree adds the upper half of a tile to the lower, and so on down to one number. Seen from the root: of the rows of a
+# tile, the sum is that of the even rows plus that of the odd ones, down to pairs of rows half a tile apart. So a thread has
+# its columns' part of all rows in registers, and only one row's worth of sums is left to exchange between threads.
 @triton.jit
-def _pack(tiles, sums, grads, partials, TILE: tl.constexpr, LEVELS: tl.constexpr):
-    # One program a tile. A level of the tree adds the upper half to the lower: a sum of two, which no order can change. A tile
-    # that is not full adds zeros, which change no square.
-    first = tl.load(tiles + 2 * tl.program_id(0))
-    end = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    at = first + tl.arange(0, TILE)
-    live = at < end
+def _row(sums, grads, first, end, r, COLUMNS: tl.constexpr):
+    at = first + r * COLUMNS + tl.arange(0, COLUMNS)
+    live = at < end  # a tile that is not full adds zeros, which change no square
     x = tl.load(sums + at, mask=live, other=0.0).to(grads.dtype.element_ty)
     tl.store(grads + at, x, mask=live)
     x = x.to(tl.float32)
-    x = x * x
+    return x * x
+
+
+@triton.jit
+def _rows2(sums, grads, first, end, r, step: tl.constexpr, COLUMNS: tl.constexpr):
+    return _row(sums, grads, first, end, r, COLUMNS) + _row(sums, grads, first, end, r + step, COLUMNS)
+
+
+@triton.jit
+def _rows4(sums, grads, first, end, r, step: tl.constexpr, COLUMNS: tl.constexpr):
+    return _rows2(sums, grads, first, end, r, 2 * step, COLUMNS) + _rows2(sums, grads, first, end, r + step, 2 * step, COLUMNS)
+
+
+@triton.jit
+def _rows8(sums, grads, first, end, r, step: tl.constexpr, COLUMNS: tl.constexpr):
+    return _rows4(sums, grads, first, end, r, 2 * step, COLUMNS) + _rows4(sums, grads, first, end, r + step, 2 * step, COLUMNS)
+
+
+@triton.jit
+def _rows16(sums, grads, first, end, r, step: tl.constexpr, COLUMNS: tl.constexpr):
+    return _rows8(sums, grads, first, end, r, 2 * step, COLUMNS) + _rows8(sums, grads, first, end, r + step, 2 * step, COLUMNS)
+
+
+@triton.jit
+def _pack(tiles, sums, grads, partials, COLUMNS: tl.constexpr, LEVELS: tl.constexpr):
+    first = tl.load(tiles + 2 * tl.program_id(0))
+    end = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    x = _rows16(sums, grads, first, end, 0, 2, COLUMNS) + _rows16(sums, grads, first, end, 1, 2, COLUMNS)
     for level in tl.static_range(LEVELS):
-        x = tl.sum(tl.reshape(x, (2, TILE >> (level + 1))), axis=0)
+        x = tl.sum(tl.reshape(x, (2, COLUMNS >> (level + 1))), axis=0)  # of two, which no order can change
     tl.store(partials + tl.program_id(0) + tl.arange(0, 1), x)
 
 
@@ -138,6 +164,7 @@ def pack(tiles: Tensor, sums: Tensor, grads: Tensor, partials: Tensor) -> None:
     """Round `sums` (FP32 [span]) to the type of `grads` [span] within `tiles`, and write the norm partial of each tile as
     `megatrain.optim.norm.norm_partials` has it to `partials` (FP32 [tiles]). On the current stream."""
     # Without fusion: a square fused into the first sum would round once where the tree rounds twice.
+    columns = NORM_TILE // 32
     _pack[(tiles.shape[0],)](
-        tiles, sums, grads, partials, TILE=NORM_TILE, LEVELS=NORM_TILE.bit_length() - 1, num_warps=16, enable_fp_fusion=False
+        tiles, sums, grads, partials, COLUMNS=columns, LEVELS=columns.bit_length() - 1, num_warps=8, enable_fp_fusion=False
     )

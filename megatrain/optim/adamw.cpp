@@ -3,14 +3,18 @@
 // the specification has an FMA, one is called. The arithmetic is written once, for T = float, which compilers turn into
 // vectors, and for T = Wide, 16 numbers of AVX-512, where loading and storing the two planes by hand saves a tenth of the time.
 // The indices into `constants` (SKIP, FACTOR, ...) are -D flags made from constants.py.
+#include <algorithm>
 #include <cfenv>
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 #ifdef __AVX512BW__
 #include <immintrin.h>
 #endif
+
+#include "team.h"
 
 #define INLINE [[gnu::always_inline]] inline  // a loop with a call in it is no vector loop
 
@@ -182,51 +186,58 @@ INLINE void block(Master master, float* m, float* v, const Gradient* g, const Co
 #endif
 
 template <bool SCALED, class Master, class Gradient>
-void range(Master master, float* m, float* v, const Gradient* g, const Constants& constants, int64_t n, int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        const Constants c = constants;  // a copy that no store can alias stays in registers
-        // Rounding mode and the flushing of denormals belong to a thread, and whoever called may have changed them.
-        std::fenv_t caller;
-        std::fegetenv(&caller);
-        std::fesetenv(FE_DFL_ENV);
-        int64_t begin = 0;
+INLINE void range(Master master, float* m, float* v, const Gradient* g, const Constants& constants, int64_t i, int64_t end) {
+    const Constants c = constants;  // a copy that no store can alias stays in registers
 #ifdef __AVX512BW__
-        begin = n / BLOCK * BLOCK;
-#pragma omp for schedule(static) nowait
-        for (int64_t i = 0; i < begin; i += BLOCK) block<SCALED>(master, m, v, g, c, i);
+    for (; i + BLOCK <= end; i += BLOCK) block<SCALED>(master, m, v, g, c, i);
 #endif
-#pragma omp for simd schedule(static)
-        for (int64_t i = begin; i < n; ++i) {
-            const float x = gradient(g, i), sum = first_sum(x, m[i], c), rest = first_rest<SCALED>(x, m[i], sum, c);
-            const float vi = second<SCALED>(x, v[i], c), r = root(vi);
-            master.store(i, weight(master.load(i), sum, rest, vi, r, quotient(r, c), c));
-            m[i] = sum + rest;
-            v[i] = vi;
-        }
-        std::fesetenv(&caller);
+#pragma omp simd
+    for (int64_t k = i; k < end; ++k) {
+        const float x = gradient(g, k), sum = first_sum(x, m[k], c), rest = first_rest<SCALED>(x, m[k], sum, c);
+        const float vk = second<SCALED>(x, v[k], c), r = root(vk);
+        master.store(k, weight(master.load(k), sum, rest, vk, r, quotient(r, c), c));
+        m[k] = sum + rest;
+        v[k] = vk;
     }
 }
 
+// Rounding mode and the flushing of denormals belong to a thread, and whoever called may have changed them.
+struct DefaultFloats {
+    std::fenv_t before;
+    DefaultFloats() { std::fegetenv(&before), std::fesetenv(FE_DFL_ENV); }
+    ~DefaultFloats() { std::fesetenv(&before); }
+};
+
+struct Run { int64_t first, end, decayed; };  // elements [first, end) of the planes, and whether they decay
+constexpr int64_t GRAIN = 1 << 14;            // elements that one thread takes at a time
+
 template <class Master, class Gradient>
-void update(Master master, float* m, float* v, const Gradient* g, const float* constants, int64_t n, int decayed, int threads) {
+void update(Master master, float* m, float* v, const Gradient* g, const float* constants, const Run* runs, int64_t count,
+            int threads) {
     if (constants[SKIP] != 0.0f) return;
-    std::fenv_t caller;
-    std::fegetenv(&caller);
-    std::fesetenv(FE_DFL_ENV);
-    const Constants c(constants, decayed);
-    std::fesetenv(&caller);
-    if (c.scaled()) range<true>(master, m, v, g, c, n, threads);
-    else range<false>(master, m, v, g, c, n, threads);
+    const DefaultFloats here;
+    const Constants by_decay[2] = {Constants(constants, false), Constants(constants, true)};
+    const bool scaled = by_decay[0].scaled();
+    std::vector<Run> grains;
+    for (const Run* run = runs; run < runs + count; ++run)
+        for (int64_t at = run->first; at < run->end; at += GRAIN)
+            grains.push_back({at, std::min(at + GRAIN, run->end), run->decayed});
+    Team::get().run(threads, int64_t(grains.size()), [&](int64_t number) {
+        const DefaultFloats there;
+        const Run& grain = grains[number];
+        const Constants& c = by_decay[grain.decayed];
+        if (scaled) range<true>(master, m, v, g, c, grain.first, grain.end);
+        else range<false>(master, m, v, g, c, grain.first, grain.end);
+    });
 }
 
 }  // namespace
 
 #define ENTRY(NAME, MASTER, GRADIENT)                                                                              \
-    extern "C" void NAME(void* a, void* b, float* m, float* v, const GRADIENT* g, const float* constants, int64_t n, \
-                         int decayed, int threads) {                                                               \
+    extern "C" void NAME(void* a, void* b, float* m, float* v, const GRADIENT* g, const float* constants,            \
+                         const int64_t* runs, int64_t count, int threads) {                                         \
         (void)b;                                                                                                   \
-        update(MASTER, m, v, g, constants, n, decayed, threads);                                                   \
+        update(MASTER, m, v, g, constants, reinterpret_cast<const Run*>(runs), count, threads);                    \
     }
 #define SPLIT (Split{static_cast<uint16_t*>(a), static_cast<int16_t*>(b)})
 #define PLAIN (Plain{static_cast<float*>(a)})
@@ -234,3 +245,4 @@ ENTRY(adamw_split_bf16, SPLIT, uint16_t)
 ENTRY(adamw_split_fp32, SPLIT, float)
 ENTRY(adamw_plain_bf16, PLAIN, uint16_t)
 ENTRY(adamw_plain_fp32, PLAIN, float)
+extern "C" void adamw_bind(const int* cores, int count) { Team::get().bind(cores, count); }

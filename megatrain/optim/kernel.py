@@ -58,9 +58,10 @@ import subprocess
 import tempfile
 import threading
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -85,9 +86,10 @@ from megatrain.optim.master import join_bits, split_bits
 Implementation = Literal["auto", "native", "torch"]
 
 SOURCE = Path(__file__).with_name("adamw.cpp")
+TEAM = SOURCE.with_name("team.h")
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"),
-    *("-shared", "-fPIC"),
+    *("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"),
+    *("-shared", "-fPIC", "-pthread", f"-I{TEAM.parent}"),
     *(f"-D{name}={index}" for name, index in LAYOUT.items()),
 )
 # Fallback: elements at a time. Its temporaries (2 MiB each) are bounded whatever the tensor, and mostly stay in the
@@ -97,6 +99,14 @@ HALF_RECIPROCAL = 0x7E7311C3
 
 _GRADIENT_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _LOCK = threading.Lock()
+
+
+class Run(NamedTuple):
+    """Elements [first, end) of the tensors of an update, and whether weight decay applies to them."""
+
+    first: int
+    end: int
+    decayed: bool
 
 
 def adamw_update(
@@ -121,16 +131,64 @@ def adamw_update(
     `implementation`: "native" is the C++ kernel and raises RuntimeError where it cannot be built, "torch" the fallback,
     "auto" the first with the second in reserve. Raises ValueError for any other shape, dtype, device or layout.
     """
+    prepare_adamw(
+        master, m, v, grad, constants, [Run(0, m.numel(), decayed)], threads=threads, implementation=implementation
+    )()
+
+
+def prepare_adamw(
+    master: tuple[Tensor, ...],
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    constants: Tensor,
+    runs: Sequence[Run],
+    *,
+    threads: int,
+    implementation: Implementation = "auto",
+) -> Callable[[], None]:
+    """`adamw_update` on some `runs` of the elements and no others, to be called any number of times: everything is checked
+    here, so a call costs little beside its work. `constants` are read at each call. The tensors are kept alive.
+
+    Raises ValueError as `adamw_update`, and for a run that does not lie within the tensors or overlaps the one before.
+    """
     _validate(master, m, v, grad, constants, threads, implementation)
+    end = 0
+    for run in runs:
+        if not end <= run.first <= run.end <= m.numel():
+            raise ValueError(f"adamw_update: runs must ascend within [0, {m.numel()}), got {list(runs)}")
+        end = run.end
     library = None if implementation == "torch" else _native(required=implementation == "native")
     if library is None:
-        _update_in_torch(master, m, v, grad, constants, decayed)
-        return
+
+        def in_torch() -> None:
+            for run in runs:
+                cut = slice(run.first, run.end)
+                planes = tuple(plane[cut] for plane in master)
+                _update_in_torch(planes, m[cut], v[cut], grad[cut], constants, run.decayed)
+
+        return in_torch
     form = "split" if len(master) == 2 else "plain"
     entry = getattr(library, f"adamw_{form}_{_GRADIENT_NAMES[grad.dtype]}")
     lo = master[1].data_ptr() if len(master) == 2 else None
     pointers = (master[0].data_ptr(), lo, m.data_ptr(), v.data_ptr(), grad.data_ptr(), constants.data_ptr())
-    entry(*pointers, m.numel(), int(decayed), threads)
+    table = (ctypes.c_int64 * (3 * len(runs)))(*(value for run in runs for value in run))
+    keep = (master, m, v, grad, constants)
+
+    def native(_keep: object = keep) -> None:
+        entry(*pointers, table, len(runs), threads)
+
+    return native
+
+
+def bind_threads(cores: Sequence[int]) -> None:
+    """Keep the C++ kernel's threads, beside the one that calls it, on these cores, one each; [] lets them go where they like.
+
+    It holds for the process. Where the kernel could not be built, or the system refuses, nothing happens.
+    """
+    library = _native(required=False)
+    if library is not None:
+        library.adamw_bind((ctypes.c_int * len(cores))(*cores), len(cores))
 
 
 def native_problem() -> str | None:
@@ -148,7 +206,7 @@ def build(compiler: str, cache: Path) -> Path:
     """
     command = shlex.split(compiler)
     version = _output([*command, "--version"])
-    parts = (SOURCE.read_text(), " ".join(FLAGS), _cpu_identity(), compiler, version)
+    parts = (SOURCE.read_text(), TEAM.read_text(), " ".join(FLAGS), _cpu_identity(), compiler, version)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     library = cache / f"adamw-{digest[:24]}.so"
     if library.exists():
@@ -182,8 +240,10 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     pointer, n, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     for name in ("adamw_split_bf16", "adamw_split_fp32", "adamw_plain_bf16", "adamw_plain_fp32"):
         entry = getattr(library, name)
-        entry.argtypes = [pointer] * 6 + [n, integer, integer]
+        entry.argtypes = [pointer] * 6 + [ctypes.POINTER(n), n, integer]
         entry.restype = None
+    library.adamw_bind.argtypes = [ctypes.POINTER(integer), integer]
+    library.adamw_bind.restype = None
     return library, None
 
 
@@ -191,9 +251,9 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 def _warn_once(problem: str) -> None:
     warnings.warn(
         "megatrain: the C++ AdamW kernel could not be built, so the optimizer's CPU updates run in PyTorch: "
-        f"the same bits, a hundred times slower. Install g++ with OpenMP, or name a compiler in CXX. Reason: {problem}",
+        f"the same bits, a hundred times slower. Install g++, or name a compiler in CXX. Reason: {problem}",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

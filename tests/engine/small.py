@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatrain.engine.backend import Backend, Ran
+from megatrain.engine.backend import Backend, Lanes, Ran
 from megatrain.engine.clock import Clock
 from megatrain.engine.engine import Engine
 from megatrain.engine.memory import Memory
@@ -125,7 +126,6 @@ class Disturbed:
     inner: Any
     before: Callable[[Op], None] = lambda op: None
     after: Callable[[Op], None] = lambda op: None
-    lanes: list[Lane] = field(default_factory=list)
 
     @property
     def source(self) -> Source:
@@ -135,8 +135,9 @@ class Disturbed:
     def clock(self) -> Clock:
         return self.inner.clock  # type: ignore[no-any-return]
 
-    def enter_lane(self, lane: Lane) -> None:
-        self.inner.enter_lane(lane)
+    @property
+    def lanes(self) -> Lanes:
+        return self.inner.lanes  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -167,9 +168,11 @@ def poisoned(inner: Any) -> Backend:
     releases = last_readers(inner.schedule)
 
     def after(op: Op) -> None:
-        for storage, start, stop in releases.get(op.name, ()):
-            memory: Memory = inner.memory
-            memory.named(storage)[start:stop].fill_(0xFF)
+        stream = getattr(inner.lanes, "streams", {}).get(op.lane)  # the lane's own, where lanes are streams
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            for storage, start, stop in releases.get(op.name, ()):
+                memory: Memory = inner.memory
+                memory.named(storage)[start:stop].fill_(0xFF)
 
     return Disturbed(inner=inner, after=after)
 

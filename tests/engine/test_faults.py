@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import pytest
@@ -48,9 +48,9 @@ def test_an_engine_that_runs_the_schedule_passes_compare() -> None:
 def test_an_engine_that_swaps_two_ops_fails_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = PartRun.order_of
 
-    def swapped(self: PartRun, lane: Lane) -> list[int]:
-        order = honest(self, lane)
-        if lane == "d2h" and self.part.name == "body":
+    def swapped(self: PartRun, lanes: Sequence[Lane]) -> list[int]:
+        order = honest(self, lanes)
+        if "d2h" in lanes and self.part.name == "body":
             order[-2], order[-3] = order[-3], order[-2]  # two chunks of the last gradient: nothing else would notice
         return order
 
@@ -62,12 +62,12 @@ def test_an_engine_that_swaps_two_ops_fails_compare(monkeypatch: pytest.MonkeyPa
 def test_an_engine_that_drops_an_op_fails_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Executor._run_op
 
-    def dropping(self: Executor, run: PartRun, i: int, lane: Lane) -> None:
+    def dropping(self: Executor, run: PartRun, i: int) -> None:
         if run.part.ops[i].name == "update[3.1]":
-            run.issued[i].mark = self.backend.mark(lane, timed=True)
+            run.issued[i].mark = self.backend.lanes.mark("cpu", timed=True)
             self.clock.signal(run.issued[i])
         else:
-            honest(self, run, i, lane)
+            honest(self, run, i)
 
     monkeypatch.setattr(Executor, "_run_op", dropping)
     with pytest.raises(ForeignTrace, match="body"):
@@ -94,9 +94,9 @@ def test_an_engine_that_forgets_a_wait_fails_compare(name: str, monkeypatch: pyt
     honest = PartRun.deps_of
     forgotten: list[str] = []
 
-    def forgetful(self: PartRun, op: Op) -> list[tuple[str, Issue]]:
-        deps = honest(self, op)
-        if op.name == name and deps:
+    def forgetful(self: PartRun, i: int) -> list[tuple[str, Issue]]:
+        deps = honest(self, i)
+        if self.outline.names[i] == name and deps:
             forgotten.append(deps[-1][0])
             return deps[:-1]
         return deps
@@ -144,27 +144,27 @@ def test_an_exception_in_a_kernel_ends_the_run_and_names_the_op(kind: Kind, plan
 @pytest.mark.parametrize("lane", LANES)
 def test_a_lane_thread_that_dies_ends_the_run(lane: Lane, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However it ends in the middle of a run: by an exception meant to end a program, or by returning without a last word."""
-    honest_op, honest_lane = Executor._run_op, Executor._lane
+    honest_op, honest_lanes = Executor._run_op, Executor._run_lanes
     died: list[float] = []
 
-    def dying(self: Executor, run: PartRun, i: int, which: Lane) -> None:
-        if which == lane and run.number == 1 and end != "return":
+    def dying(self: Executor, run: PartRun, i: int) -> None:
+        if run.part.ops[i].lane == lane and run.number == 1 and end != "return":
             died.append(time.monotonic())
             raise {"SystemExit": SystemExit, "KeyboardInterrupt": KeyboardInterrupt}[end]
-        honest_op(self, run, i, which)
+        honest_op(self, run, i)
 
-    def returning(self: Executor, which: Lane) -> None:
-        if which != lane or end != "return":
-            honest_lane(self, which)
+    def returning(self: Executor, lanes: tuple[Lane, ...]) -> None:
+        if lane not in lanes or end != "return":
+            honest_lanes(self, lanes)
             return
-        self.backend.enter_lane(which)
-        run = self._mail[which].take()
-        for i in run.order_of(which):
-            self._run_op(run, i, which)
+        self.backend.lanes.enter(lanes)
+        run = self._mail[lanes].take()
+        for i in run.order_of(lanes):
+            self._run_op(run, i)
         died.append(time.monotonic())
 
     monkeypatch.setattr(Executor, "_run_op", dying)
-    monkeypatch.setattr(Executor, "_lane", returning)
+    monkeypatch.setattr(Executor, "_run_lanes", returning)
     model, recipe = small_model(), small_recipe()
     message = f"thread lane {lane} died" if end == "return" else f"body .* on {lane}: {end}"
     with Engine(model, recipe, PLAN, random_weights(model)) as engine:
@@ -178,13 +178,13 @@ def test_a_lane_thread_that_dies_ends_the_run(lane: Lane, end: str, monkeypatch:
 @pytest.mark.parametrize("clock", [RealClock, VirtualClock])
 def test_a_thread_that_vanishes_is_noticed(clock: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even its cleanup runs: the waits themselves find out."""
-    honest = Executor._lane
+    honest = Executor._run_lanes
 
-    def vanishing(self: Executor, lane: Lane) -> None:
-        if lane != "d2h":
-            honest(self, lane)
+    def vanishing(self: Executor, lanes: tuple[Lane, ...]) -> None:
+        if "d2h" not in lanes:
+            honest(self, lanes)
 
-    monkeypatch.setattr(executor_module.Executor, "_lane", vanishing)
+    monkeypatch.setattr(executor_module.Executor, "_run_lanes", vanishing)
     schedule = lower(small_model(), small_recipe(), PLAN)
     started = time.monotonic()
     with pytest.raises(LaneError, match="lane d2h died"):
@@ -460,7 +460,7 @@ def test_handles_of_kept_layers_are_known_apart() -> None:
     def swapped(inner: Any) -> Backend:
         def before(op: Op) -> None:
             if op.name == "backward[3.0]":
-                saved = inner.kernels._saved
+                saved = inner.kernels.saved
                 saved["saved[3.0]"], saved["saved[3.1]"] = saved["saved[3.1]"], saved["saved[3.0]"]
 
         return Disturbed(inner=inner, before=before)

@@ -1,0 +1,100 @@
+"""What the cuda backend adds to order and bits: streams that wait for the host, graphs, memory of the device. Needs a GPU."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.engine.backend import Backend
+from megatrain.engine.engine import Engine
+from megatrain.engine.executor import LaneError
+from megatrain.plan import Plan
+from megatrain.schedule.nouns import Op
+from tests.engine.small import Disturbed, assert_same_bits, random_batches, random_weights, small_model, small_recipe, train
+
+pytestmark = pytest.mark.cuda
+
+PLAN = Plan(weight_slots=2, chunk_bytes=4096)
+EARLY = Plan(update="during_backward", placement={"2": "resident"}, chunk_bytes=4096)
+
+
+@pytest.mark.parametrize("nth", [1, 40, 400])
+@pytest.mark.parametrize("lane", ["h2d", "compute", "d2h", "cpu"])
+def test_a_failure_ends_the_run_and_leaves_no_stream_waiting(lane: str, nth: int) -> None:
+    """Streams wait for counts that a failed cpu lane will not reach; they must be let go."""
+    failed_at: list[float] = []
+
+    def failing(inner: Any) -> Backend:
+        seen = 0
+
+        def before(op: Op) -> None:
+            nonlocal seen
+            seen += op.lane == lane
+            if op.lane == lane and seen == nth:
+                failed_at.append(time.monotonic())
+                raise OSError("no more of it")
+
+        return Disturbed(inner=inner, before=before)
+
+    model, recipe = small_model(), small_recipe(precision="bf16")
+    with Engine(model, recipe, PLAN, random_weights(model), device="cuda", wrap=failing) as engine:
+        with pytest.raises(LaneError, match="no more of it"):
+            for batch in random_batches(model, recipe, 30):
+                engine.step(batch)
+            engine.flush()
+        torch.cuda.synchronize()
+        assert time.monotonic() - failed_at[0] < 2
+
+
+def test_flushes_evaluations_and_skipped_steps_between_graphs() -> None:
+    """Ops run directly, are captured, and are replayed, wherever flushes fall: the bits are those of an undisturbed run."""
+    model, recipe = small_model(), small_recipe(precision="bf16")
+    batches = random_batches(model, recipe, 6)
+    empty = {"input_ids": batches[0]["input_ids"], "labels": torch.full_like(batches[0]["input_ids"], -100)}
+    states = []
+    for disturbed in (False, True):
+        with Engine(model, recipe, PLAN, random_weights(model), device="cuda") as engine:
+            for i, batch in enumerate(batches):
+                engine.step(batch)
+                if disturbed and i in (0, 1, 4):
+                    engine.evaluate(batches[0])
+                if disturbed and i in (1, 3):
+                    assert engine.step(empty).skipped
+                if disturbed and i == 3:
+                    engine.flush()
+            states.append(engine.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("plan", [PLAN, EARLY], ids=["next_forward", "during_backward"])
+def test_memory_is_flat_after_the_third_step_and_closing_returns_it(plan: Plan) -> None:
+    model = small_model()
+    recipe = small_recipe(precision="bf16", clip_norm=None if plan is EARLY else 1.0)
+    batches = random_batches(model, recipe, 40)
+    train(model, recipe, plan, steps=2, device="cuda")  # what the process keeps for good: compiled kernels, cuBLAS workspaces
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    with Engine(model, recipe, plan, random_weights(model), device="cuda", tracing=False) as engine:
+        for batch in batches[:3]:
+            engine.step(batch)
+        engine.flush()
+        reserved = torch.cuda.memory_stats()["segment.all.current"]
+        for batch in batches[3:]:
+            engine.step(batch)
+        engine.flush()
+        assert torch.cuda.memory_stats()["segment.all.current"] == reserved
+    del engine
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_kept_activations_of_several_micro_batches_survive_in_graphs() -> None:
+    model, recipe = small_model(), small_recipe(precision="bf16", micro_batches=3)
+    keep = Plan(weight_slots=1, activations={"default": "keep"}, chunk_bytes=4096)
+    assert_same_bits(
+        train(model, recipe, keep, steps=6, device="cuda"), train(model, recipe, PLAN, steps=6, device="cuda")
+    )
