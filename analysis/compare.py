@@ -10,7 +10,7 @@ A ratio is measured over predicted: above 1, reality was slower.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -127,6 +127,30 @@ def compare(schedule: Schedule, predicted: Trace, measured: Trace) -> Comparison
         predicted=facts[0],
         measured=facts[1],
         sources=(predicted.source, measured.source),
+    )
+
+
+def common(a: Trace, b: Trace) -> tuple[Trace, Trace]:
+    """Two traces of a schedule, cut to the parts that both ran from their start in the same order: a prediction of twelve steps
+    and a run of sixty compare over twelve. ValueError if they have none in common."""
+    count = 0
+    for one, other in zip(a.parts, b.parts, strict=False):
+        if one != other:
+            break
+        count += 1
+    if not count:
+        raise ValueError(f"compare: the predicted trace ran {_sequence(a)}, the measured {_sequence(b)}: no part in common")
+    return _first_parts(a, count), _first_parts(b, count)
+
+
+def _first_parts(trace: Trace, count: int) -> Trace:
+    if count == len(trace.parts):
+        return trace
+    return replace(
+        trace,
+        parts=trace.parts[:count],
+        digests=trace.digests[:count],
+        events=tuple(event for event in trace.events if event.part < count),
     )
 
 

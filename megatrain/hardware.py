@@ -16,10 +16,24 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 from megatrain.model import BlockKind
+from megatrain.recipe import Recipe
 
-ComputeKind = Literal["forward", "backward", "recompute_backward", "loss", "loss_forward"]
+ComputeKind = Literal["forward", "backward", "recompute_backward", "loss", "loss_forward", "pack"]
 """What a measured duration is of. `backward` starts from kept activations, `recompute_backward` from the block's input; `loss`
-is the head's forward and backward of one micro-batch, `loss_forward` what evaluation does of it."""
+is the head's forward and backward of one micro-batch, `loss_forward` what evaluation does of it; `pack` rounds a block's
+gradient, whatever the tokens."""
+
+_LAYER_FIELDS = ("precision", "attention", "attention_mask", "compiled", "deterministic", "compute_threads")
+_LOSS_FIELDS = ("precision", "loss_tile", "deterministic", "compute_threads")
+_CONDITIONS: dict[ComputeKind, tuple[str, ...]] = {
+    "forward": _LAYER_FIELDS, "backward": _LAYER_FIELDS, "recompute_backward": _LAYER_FIELDS,
+    "loss": _LOSS_FIELDS, "loss_forward": _LOSS_FIELDS, "pack": ("gradient_dtype", "compute_threads"),
+}  # fmt: skip
+
+
+def conditions(kind: ComputeKind, recipe: Recipe) -> str:
+    """The fields of `recipe` that an op of `kind` runs differently for, beside its tokens: `precision=bf16 loss_tile=512 ...`."""
+    return " ".join(f"{name}={getattr(recipe, name)}" for name in _CONDITIONS[kind])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +60,11 @@ class Link:
 
 class MeasuredOp(NamedTuple):
     """How long one op took in a running step: a `kind` of op on a block of `numel` parameters, over `tokens` in rows of
-    `seq_len`."""
+    `seq_len` (both 1 for a pack).
+
+    A tied head counts the embedding's matrix, which it multiplies by, among its parameters. `conditions` is what `conditions`
+    says of the recipe it was measured under; empty stands for every recipe.
+    """
 
     kind: ComputeKind
     block: BlockKind
@@ -54,6 +72,7 @@ class MeasuredOp(NamedTuple):
     tokens: int
     seq_len: int
     duration_ns: int
+    conditions: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +101,7 @@ class Compute:
         for name in ("attention_flops_per_s", "memory_bytes_per_s"):
             _require(f"compute.{name}", getattr(self, name), getattr(self, name) > 0, "> 0")
         _require("compute.launch_ns", self.launch_ns, self.launch_ns >= 0, ">= 0")
-        keys = [row[:-1] for row in self.measured]
+        keys = [row._replace(duration_ns=0) for row in self.measured]
         _require("compute.measured", self.measured, len(set(keys)) == len(keys), "at most one row a combination")
         for row in self.measured:
             ok = row.kind in get_args(ComputeKind) and row.tokens > 0 and row.duration_ns > 0
@@ -203,4 +222,4 @@ H200 = HardwareProfile(
         ),
     ),
 )  # fmt: skip
-"""The measured machine, for tests and examples until profiles live in files."""
+"""The measured machine; others stand in `megatrain.catalog`."""

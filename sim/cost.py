@@ -20,7 +20,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
-from megatrain.hardware import ComputeKind, HardwareProfile, Link
+from megatrain.hardware import ComputeKind, HardwareProfile, Link, conditions
 from megatrain.model import BlockSpec
 from megatrain.recipe import DTYPE_NBYTES
 from megatrain.schedule.nouns import Access, Op, Schedule
@@ -120,10 +120,12 @@ class _CostModel:
         self.on_host = hardware.compute.on_host
         self.notes: set[str] = set()
         self.memo: dict[tuple[object, ...], Work] = {}
-        self.measured: dict[tuple[str, str, int, int], list[tuple[int, int]]] = {}
-        for row in sorted(hardware.compute.measured):
-            key = (row.kind, row.block, row.numel, row.seq_len)
-            self.measured.setdefault(key, []).append((row.tokens, row.duration_ns))
+        # Rows that hold for this recipe only; one measured under just these conditions comes before one for every recipe.
+        self.measured: dict[tuple[str, str, int, int], dict[int, int]] = {}
+        for row in sorted(hardware.compute.measured, key=lambda row: row.conditions):
+            if row.conditions in ("", conditions(row.kind, self.recipe)):
+                key = (row.kind, row.block, row.numel, row.seq_len)
+                self.measured.setdefault(key, {})[row.tokens] = row.duration_ns
         self.by_kind: dict[str, Callable[[Op], Work]] = {
             "input": self._h2d, "load": self._h2d, "save": self._d2h, "forward": self._forward, "loss": self._loss,
             "backward": self._backward, "pack": self._pack, "report": self._constants, "constants": self._constants,
@@ -162,9 +164,10 @@ class _CostModel:
         return Work(self.hardware.host_op_ns + ceil_div(_nbytes(op.reads) * NS_PER_S, rate))
 
     def _update(self, op: Op) -> Work:
-        """AdamW is bound by memory: the bytes its op reads and writes (26 a parameter in bf16, its gradient included)."""
+        """AdamW is bound by memory: the bytes its op reads and writes (26 a parameter in bf16, its gradient included). Without a
+        device every update is the CPU optimizer's, whatever the lane."""
         nbytes = _nbytes(op.reads) + _nbytes(op.writes)
-        if op.lane == "compute":
+        if op.lane == "compute" and not self.on_host:
             return self._compute("update", ns=self._memory_ns(nbytes), nbytes=nbytes)
         threads = min(self.plan.adam_threads, self.hardware.cores)
         self._note_threads("plan.adam_threads", self.plan.adam_threads)
@@ -213,7 +216,7 @@ class _CostModel:
 
     def _pack(self, op: Op) -> Work:
         nbytes = _nbytes(op.reads) + _nbytes(op.writes)
-        return self._compute("pack", ns=self._memory_ns(nbytes), nbytes=nbytes)
+        return self._compute("pack", ns=self._memory_ns(nbytes), nbytes=nbytes, measured=("pack", self._block(op)))
 
     def _layer_ns(self, block: BlockSpec, passes: int) -> int:
         """A decoder layer's forward (`passes` 1) or backward from kept activations (2), by the spec source, launches aside."""
@@ -277,17 +280,20 @@ class _CostModel:
 
     def _lookup(self, kind: ComputeKind, block: BlockSpec) -> int | None:
         """The measured duration, or None."""
-        if not self.measured:
+        if not self.hardware.compute.measured:
             return None
-        rows = self.measured.get((kind, block.kind, block.numel, self.recipe.seq_len), [])
-        i = bisect_left(rows, (self.tokens, 0))
-        if i < len(rows) and rows[i][0] == self.tokens:
+        numel = block.numel + (self.model.embedding.numel if block.tied else 0)
+        tokens, seq_len = (1, 1) if kind == "pack" else (self.tokens, self.recipe.seq_len)
+        rows = sorted(self.measured.get((kind, block.kind, numel, seq_len), {}).items())
+        i = bisect_left(rows, (tokens, 0))
+        if i < len(rows) and rows[i][0] == tokens:
             return rows[i][1]
         if 0 < i < len(rows):
-            return interpolate(rows[i - 1], rows[i], self.tokens)
+            return interpolate(rows[i - 1], rows[i], tokens)
+        at = "" if kind == "pack" else f" at {tokens} tokens in rows of {seq_len}"
         self.notes.add(
-            f"{self.hardware.name}: {kind} of a {block.kind} of {block.numel} parameters at {self.tokens} tokens in rows of "
-            f"{self.recipe.seq_len} is outside the measured durations; predicted from rates"
+            f"{self.hardware.name}: {kind} of a {block.kind} of {numel} parameters{at} is outside the measured durations"
+            f" ({conditions(kind, self.recipe)}); predicted from rates"
         )
         return None
 

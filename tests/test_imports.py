@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NOUNS = ("model", "recipe", "plan", "hardware", "trace", "schedule", "derive")
-MAY_NAME_CUDA = {Path("megatrain/engine/cuda.py")}
+NOUNS = ("model", "recipe", "plan", "hardware", "trace", "schedule", "derive", "files", "catalog")
+MAY_NAME_CUDA = {Path("megatrain/engine/cuda.py"), Path("megatrain/calibrate/cuda.py")}
 
 
 @pytest.mark.parametrize(
     "statement",
-    [*(f"import megatrain.{noun}" for noun in NOUNS), "import sim, sim.simulate, sim.longest_path, sim.memory, sim.bench"],
+    [
+        *(f"import megatrain.{noun}" for noun in NOUNS),
+        "import sim, sim.simulate, sim.longest_path, sim.memory, sim.bench, sim.planner",
+    ],
 )
 def test_nouns_and_simulator_load_neither_torch_nor_transformers(statement: str) -> None:
     code = f"import sys; {statement}; print(*sorted({{'torch', 'transformers'}} & sys.modules.keys()))"
@@ -23,7 +26,7 @@ def test_nouns_and_simulator_load_neither_torch_nor_transformers(statement: str)
     assert loaded.split() == []
 
 
-def test_only_the_cuda_backend_names_torch_cuda() -> None:
+def test_only_the_cuda_backend_and_calibration_name_torch_cuda() -> None:
     sources = [path for package in ("megatrain", "sim", "analysis") for path in (ROOT / package).rglob("*.py")]
     naming = {path.relative_to(ROOT) for path in sources if "torch.cuda" in path.read_text(encoding="utf-8")}
     assert naming <= MAY_NAME_CUDA

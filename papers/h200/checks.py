@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gzip
 import json
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from analysis.tables import format_table
 from megatrain.derive import Facts, by_cause, derive, step_time
 from megatrain.engine.engine import Engine
+from megatrain.files import Job, Record, save_record
 from megatrain.hardware import H200
 from megatrain.model import ModelSpec
 from megatrain.optim.constants import step_constants
@@ -34,7 +35,7 @@ from megatrain.optim.master import split as split_master
 from megatrain.optim.norm import n_tiles, norm_partials
 from megatrain.plan import Plan
 from megatrain.recipe import AdamW, Recipe
-from megatrain.schedule import lower
+from megatrain.schedule import Schedule, lower
 from megatrain.trace import Trace
 from sim.simulate import simulate
 from tests.engine.small import (
@@ -273,7 +274,10 @@ def predictions(device: Device, folder: Path) -> dict[str, Any]:
         for policy, clip in POLICIES:
             recipe, plan = rows_of_1024(rows, "cuda", clip), streamed_layers(policy, "cuda", **fields)
             schedule = lower(qwen(name, "cuda"), recipe, plan)
-            mean_ns = step_time(schedule, simulate(schedule, H200)).mean_ns
+            trace = simulate(schedule, H200)
+            mean_ns = step_time(schedule, trace).mean_ns
+            if name == "7B":
+                save_record(folder / f"7b-{policy}.predicted.json.gz", record(schedule, trace, "h200", H200.provenance))
             out[f"{name} {policy}"] = {"step_s": round(mean_ns / 1e9, 3), "ops a step": len(schedule.body.ops)}
     return out
 
@@ -299,7 +303,7 @@ def overlap(device: Device, folder: Path) -> dict[str, Any]:
 def measured(
     model: ModelSpec, recipe: Recipe, plan: Plan, device: Device, *, steps: int, warm: int = 4, keep: Path | None = None
 ) -> dict[str, Any]:
-    """Run and trace; every figure the promises speak of. `keep`: where trace and stall table go, without a suffix."""
+    """Run and trace; every figure the promises speak of. `keep`: where record and stall table go, without a suffix."""
     started = time.perf_counter()
     with Engine(model, recipe, plan, RandomWeights(model, device), device=device) as engine:
         ready = time.perf_counter() - started
@@ -319,7 +323,8 @@ def measured(
         expected = engine.schedule.digests()
         facts = derive(engine.schedule, trace)
         if keep is not None:
-            save_trace(keep, trace, facts)
+            save_record(Path(f"{keep}.measured.json.gz"), record(engine.schedule, trace, "h200", device))
+            save_stalls(keep, trace, facts)
         steady = sorted(facts.step_times_ns[2:])
         compute = facts.lanes["compute"]
         blame = by_cause(facts.stalls["compute"])
@@ -349,10 +354,18 @@ def missed(row: dict[str, Any], lines: dict[str, bool]) -> list[str]:
     return [line for line, kept in lines.items() if not kept]
 
 
-def save_trace(path: Path, trace: Trace, facts: Facts) -> None:
-    """PATH.trace.json.gz: the trace as it is. PATH.stalls.txt: who waited for whom, of every lane."""
-    with gzip.open(f"{path}.trace.json.gz", "wt") as file:
-        json.dump(dataclasses.asdict(trace), file, separators=(",", ":"))
+def record(schedule: Schedule, trace: Trace, hardware: str, provenance: str) -> Record:
+    """A run that `megatrain compare` reads."""
+    model = schedule.model
+    job = Job(model=model.name, recipe=schedule.recipe, plan=schedule.plan)
+    return Record(
+        job=job, model_name=model.name, config_json=model.config_json, hardware=hardware, provenance=provenance, trace=trace,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )  # fmt: skip
+
+
+def save_stalls(path: Path, trace: Trace, facts: Facts) -> None:
+    """PATH.stalls.txt: who waited for whom, of every lane."""
     lanes = [
         {"lane": lane, "busy_ns": use.busy_ns, "stalled_ns": use.stalled_ns, "tail_ns": use.tail_ns, "bytes": use.nbytes,
          "utilisation": use.utilisation}

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from analysis.compare import ForeignTrace, compare, refuse_foreign
+from analysis.compare import ForeignTrace, common, compare, refuse_foreign
 from megatrain.derive import by_cause, derive
 from megatrain.plan import Plan
 from megatrain.recipe import Recipe
@@ -239,3 +239,15 @@ def test_what_ran_as_scheduled_is_not_refused(schedule: Schedule) -> None:
     named = {"prologue": schedule.prologue, "body": schedule.body, "epilogue": schedule.epilogue}
     ran = tuple(part_digest(schedule.lane_lines(named[name])) for name in PARTS)
     refuse_foreign(schedule, replace(_measured(schedule), digests=ran))
+
+
+def test_a_short_prediction_compares_with_a_long_run_over_what_both_ran(schedule: Schedule) -> None:
+    short = scheduled(schedule, ("prologue", "body", "epilogue"), _durations(3))
+    long = scheduled(schedule, PARTS, _durations(3))
+    predicted, measured = common(short, long)
+    assert predicted.parts == measured.parts == ("prologue", "body")
+    assert set(compare(schedule, predicted, measured).steps["ratio"]) == {1.0}
+    assert common(long, long) == (long, long)
+    nothing = replace(short, parts=("epilogue",))
+    with pytest.raises(ValueError, match="no part in common"):
+        common(nothing, long)

@@ -4,7 +4,7 @@ from typing import Any, get_args
 
 import pytest
 
-from megatrain.hardware import H200, HardwareProfile, MeasuredOp
+from megatrain.hardware import H200, HardwareProfile, MeasuredOp, conditions
 from megatrain.model import ModelSpec
 from megatrain.plan import Plan
 from megatrain.recipe import Recipe
@@ -145,11 +145,13 @@ def test_a_measured_duration_replaces_the_predicted_one(schedule: Callable[..., 
         MeasuredOp("recompute_backward", "layer", numel, 8, 8, 333), MeasuredOp("loss", "head", s.model.head.numel, 8, 8, 444),
         MeasuredOp("forward", "embedding", s.model.embedding.numel, 8, 8, 555),
         MeasuredOp("backward", "embedding", s.model.embedding.numel, 8, 8, 666),
+        *(MeasuredOp("pack", b.kind, b.numel, 1, 1, 777) for b in (s.model.embedding, s.model.layers[0], s.model.head)),
     )  # fmt: skip
     machine = replace(H200, compute=replace(H200.compute, measured=rows))
     body = {name: alone_ns(work) for name, work in _body(s, machine).items()}
     assert (body["forward[1.0]"], body["backward[1.0]"], body["backward[2.1]"]) == (111, 333, 222)
     assert (body["loss[0]"], body["forward[0.1]"], body["backward[0.0]"]) == (444, 555, 666)
+    assert body["pack[0]"] == body["pack[2]"] == body["pack[4]"] == 777
     assert works(s, machine).notes == ()
 
 
@@ -170,6 +172,48 @@ def test_between_two_measured_token_counts_time_is_linear_and_outside_the_notes_
         ns, notes = forward(outside)
         assert ns == alone_ns(_body(schedule(recipe={"micro_batch_size": outside}))["forward[1.0]"])
         assert len(notes) == 1 and f"at {8 * outside} tokens in rows of 8 is outside the measured durations" in notes[0]
+
+
+def test_a_duration_measured_under_other_conditions_is_not_used(schedule: Callable[..., Schedule]) -> None:
+    s = schedule()
+    numel = s.model.layers[0].numel
+
+    def forward(*rows: MeasuredOp) -> tuple[int, bool]:
+        machine = replace(H200, compute=replace(H200.compute, measured=rows))
+        said = any(": forward of a layer" in note for note in works(s, machine).notes)
+        return alone_ns(_body(s, machine)["forward[1.0]"]), said
+
+    here, elsewhere = (conditions("forward", replace(s.recipe, compiled=c)) for c in (s.recipe.compiled, not s.recipe.compiled))
+    everywhere = MeasuredOp("forward", "layer", numel, 8, 8, 111)
+    mine, other = (everywhere._replace(conditions=c, duration_ns=ns) for c, ns in ((here, 222), (elsewhere, 333)))
+    assert forward(mine, other) == forward(mine, everywhere) == (222, False)
+    assert forward(everywhere, other) == (111, False)
+    assert forward(other) == (alone_ns(_body(s)["forward[1.0]"]), True)
+    # What a loss is computed in tiles of is no matter to a layer, but it is to a loss.
+    assert conditions("forward", replace(s.recipe, loss_tile=3)) == here
+    assert conditions("loss", replace(s.recipe, loss_tile=3)) != conditions("loss", s.recipe)
+
+
+def test_a_tied_heads_measurement_is_of_its_vocabulary_too(schedule: Callable[..., Schedule]) -> None:
+    def loss(vocab_size: int, measured: int) -> int:
+        s = schedule(config={"tie_word_embeddings": True, "vocab_size": vocab_size})
+        numel = s.model.head.numel + measured * s.model.hidden_size
+        row = MeasuredOp("loss", "head", numel, 8, 8, 444)
+        return alone_ns(_body(s, replace(H200, compute=replace(H200.compute, measured=(row,))))["loss[0]"])
+
+    assert loss(103, measured=103) == 444
+    assert loss(104, measured=103) != 444
+
+
+def test_without_a_device_every_update_is_the_cpu_optimizers(
+    schedule: Callable[..., Schedule], host: HardwareProfile
+) -> None:
+    def update(where: str) -> Work:
+        body = _body(schedule(placement={"default": where}, chunk_bytes=0), host)
+        return next(work for name, work in body.items() if name.startswith("update[1"))
+
+    resident, streamed = update("resident"), update("streamed")
+    assert (resident.traffic, resident.rate_per_s, resident.amount) == ("adam", streamed.rate_per_s, streamed.amount)
 
 
 def test_an_op_without_its_block_is_refused(schedule: Callable[..., Schedule]) -> None:

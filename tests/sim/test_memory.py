@@ -2,10 +2,12 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
+
 from megatrain.hardware import H200
 from megatrain.schedule import Access, Op, Part, Schedule, Storage, Tag
 from megatrain.trace import Event, Trace
-from sim.memory import memory_use
+from sim.memory import lane_moments, memory_use, peak_on_lane
 from sim.simulate import simulate
 
 
@@ -82,3 +84,44 @@ def test_what_nobody_reads_lives_until_its_last_write(schedule: Callable[..., Sc
     use = memory_use(s, Trace(source="null", parts=("prologue",), digests=("",), events=events))["device"]
     assert use.timeline == ((0, 100), (10, 110), (29, 10), (39, 0))
     assert (use.static_nbytes, use.peak_nbytes, use.peak_at) == (0, 110, "prologue 1:forward[2.0]")
+
+
+def test_the_lane_s_order_gives_the_peak_that_times_give(random_schedule: Callable[[random.Random], Schedule]) -> None:
+    """Whatever the times: simulated with and without contention, on a schedule whose activations are kept in any pattern."""
+    dynamic = 0
+    for seed in range(60):
+        s = random_schedule(random.Random(seed))
+        moments = lane_moments(s, s.body)
+        peak = peak_on_lane(moments, {x.name: x.nbytes for x in s.storages if x.dynamic}, lambda op: 0)
+        for contention in (True, False):
+            use = memory_use(s, simulate(s, H200, steps=2, contention=contention))["device"]
+            assert peak.live == use.peak_nbytes - use.static_nbytes
+            if use.peak_at and peak.op is not None:
+                assert use.peak_at.endswith(f":{peak.op.name}")
+        dynamic += peak.live > 0
+    assert dynamic > 20
+
+
+def test_what_an_op_takes_beside_counts_only_while_it_runs(schedule: Callable[..., Schedule]) -> None:
+    s = schedule(activations={"default": "keep"})
+    moments, sizes = lane_moments(s, s.body), {x.name: x.nbytes for x in s.storages if x.dynamic}
+    everything = sum(sizes.values())
+    peak = peak_on_lane(moments, sizes, lambda op: 7 if op.name == "loss[1]" else 0)
+    assert peak.op is not None and (peak.live, peak.beside, peak.op.name) == (everything, 7, "loss[1]")
+    much = 3 * everything
+    peak = peak_on_lane(moments, sizes, lambda op: much if op.kind == "forward" and op.block == 0 else 0)
+    assert (peak.live, peak.beside) == (0, much)
+    # By the last backward all are gone, by the one before all but those of the first layer.
+    for block, left in ((0, 0), (1, sizes["saved[1.0]"])):
+        name = f"backward[{block}.{0 if block == 0 else 1}]"
+        peak = peak_on_lane(moments, sizes, lambda op, name=name: much if op.name == name else 0)  # type: ignore[misc]
+        assert (peak.live, peak.beside) == (left and sizes["saved[1.1]"], much)
+
+
+def test_two_lanes_on_dynamic_storages_have_no_peak_without_times(schedule: Callable[..., Schedule]) -> None:
+    s = schedule(activations={"default": "keep"})
+    ops = list(s.body.ops)
+    i = next(i for i, op in enumerate(ops) if op.kind == "backward" and any(s.storages[a.storage].dynamic for a in op.reads))
+    ops[i] = replace(ops[i], lane="cpu")
+    with pytest.raises(ValueError, match=r"saved\[3.0\]: lanes compute, cpu|saved\[3.0\]: lanes cpu, compute"):
+        lane_moments(s, replace(s.body, ops=tuple(ops)))
