@@ -248,6 +248,6 @@ def test_a_short_prediction_compares_with_a_long_run_over_what_both_ran(schedule
     assert predicted.parts == measured.parts == ("prologue", "body")
     assert set(compare(schedule, predicted, measured).steps["ratio"]) == {1.0}
     assert common(long, long) == (long, long)
-    nothing = replace(short, parts=("epilogue",))
+    nothing = replace(short, parts=("epilogue",), digests=short.digests[:1], events=())
     with pytest.raises(ValueError, match="no part in common"):
         common(nothing, long)
