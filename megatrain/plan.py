@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar, get_args
 
-Placement = Literal["streamed", "resident"]
+Placement = Literal["streamed", "device_weights", "resident"]
 Activations = Literal["recompute", "keep"]
 UpdatePolicy = Literal["after", "during_backward", "next_forward"]
 _Choice = TypeVar("_Choice", bound=str)
@@ -24,6 +24,9 @@ _Choice = TypeVar("_Choice", bound=str)
 class Plan:
     """How one recipe is executed.
 
+    `placement` says where a block's state lives: on the host, its weights passing through slots (`streamed`); on the host, with a
+    copy of the streamed weights that stays on the device and is refreshed once a step (`device_weights`); on the device
+    (`resident`).
     `weight_slots` (layers) and `vocab_slots` (embedding and head) are the device buffers streamed weights pass through;
     `gradient_slots` the device buffers packed gradients wait in; `host_gradient_slots` the host buffers under
     `during_backward` (under the other policies every block has its own). A chunk is `chunk_bytes` of streamed weights: the

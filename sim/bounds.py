@@ -9,7 +9,8 @@ A block's works do not depend on where other blocks are. They are read off two s
 streamed and recomputed, one resident and kept; so the costs are those of `sim.cost`, and the order is lowering's. Left out, which
 only lowers a bound: start-up of copies, clip and constants, chunking, contention, and all waiting.
 
-Loads: a layer's weights go up for its forward and again for its backward, but for those that still lie in a slot at the turn.
+Loads: a layer's weights go up for its forward and again for its backward, but for those that stay on the device and those that
+still lie in a slot at the turn.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class StepBounds:
     def step_ns(self, plan: Plan) -> int:
         """No settled step of the plan is shorter."""
         blocks = self.model.blocks
-        resident = [plan.placement_of(b.kind, b.layer) == "resident" for b in blocks]
+        placed = [plan.placement_of(b.kind, b.layer) for b in blocks]
+        resident = [where == "resident" for where in placed]
         kept = [b.layer is not None and plan.activations_of(b.layer) == "keep" for b in blocks]
         on_host = [i for i, there in enumerate(resident) if not there]
         threads = min(plan.adam_threads, self.hardware.cores)
@@ -65,7 +67,7 @@ class StepBounds:
         turn = self._ns["loss", -1, False] + backward
         cpu, resident_updates = updates(on_host, False), updates([i for i in every if resident[i]], True)
         up = self._ns["input", -1, False] + sum([self._ns["load", i, False] for i in on_host])
-        layers = [i for i in on_host if blocks[i].kind == "layer"]
+        layers = [i for i in on_host if blocks[i].kind == "layer" and placed[i] == "streamed"]
         up += sum([self._ns["load", i, False] for i in layers[: max(0, len(layers) - plan.weight_slots)]])
         down = sum([self._ns["save", i, False] for i in on_host])
         bounds = [forward + turn + resident_updates, cpu, up, down]

@@ -24,7 +24,8 @@ LANE_CORES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A plan in few numbers. `resident` and `kept` count layers; `resident_at` and `kept_at` say which."""
+    """A plan in few numbers. `resident` and `kept` count layers; `resident_at` and `kept_at` say which. `staying` counts layers,
+    the first that are not resident, whose weights stay on the device."""
 
     update: UpdatePolicy
     adam_threads: int
@@ -32,6 +33,7 @@ class Choice:
     head: bool = False
     resident: int = 0
     resident_at: Where = "first"
+    staying: int = 0
     kept: int = 0
     kept_at: Where = "last"
     weight_slots: int = 1
@@ -45,7 +47,11 @@ class Choice:
         for name, there in (("embedding", self.embedding), ("head", self.head)):
             if there:
                 placement[name] = "resident"
-        for key in _ranges(layers_at(self.resident_at, self.resident, n_layers)):
+        resident = layers_at(self.resident_at, self.resident, n_layers)
+        others = [layer for layer in range(n_layers) if layer not in set(resident)]
+        for key in _ranges(others[: self.staying]):
+            placement[key] = "device_weights"
+        for key in _ranges(resident):
             placement[key] = "resident"
         activations: dict[str, Activations] = {"default": "recompute"}
         for key in _ranges(layers_at(self.kept_at, self.kept, n_layers)):

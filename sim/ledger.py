@@ -52,7 +52,8 @@ ALIGN = 256
 
 _LABELS = (
     ("weights[", "weights"), ("lo[", "weights, low halves"), ("m[", "moments"), ("v[", "moments"), ("grad[", "waiting gradients"),
-    ("slot.", "weight slots"), ("gslot.", "gradient slots"), ("acc.", "accumulators"), ("hidden[", "hidden states"),
+    ("slot.block.", "weights that stay"), ("slot.", "weight slots"),
+    ("gslot.", "gradient slots"), ("acc.", "accumulators"), ("hidden[", "hidden states"),
     ("dhidden", "hidden states"), ("input", "inputs"),
 )  # fmt: skip
 KEPT = "kept activations"

@@ -192,7 +192,7 @@ class Search:
         moved = True
         while moved and self.ops < end:
             moved = False
-            for group in (self._placements, self._kept, self._places, self._slots, self._threads, self._policies):
+            for group in (self._placements, self._staying, self._kept, self._places, self._slots, self._threads, self._policies):
                 self.progress(f"descending, {best.step_ns / 1e9:.3f} s a step", self.simulated)
                 better = self._best_of(group(best.choice), best, end)
                 if better is not None:
@@ -240,6 +240,12 @@ class Search:
             if (embedding, head) != (now.embedding, now.head):
                 for resident in (now.resident, self.layers):
                     yield self.fit(replace(now, embedding=embedding, head=head, resident=resident, kept=self.layers))
+
+    def _staying(self, now: Choice) -> Iterator[Choice | None]:
+        for change in (-self.layers, -4, -2, -1, 1, 2, 4, self.layers):
+            count = min(self.layers - now.resident, max(0, now.staying + change))
+            if count != now.staying:
+                yield self.fit(replace(now, staying=count))
 
     def _kept(self, now: Choice) -> Iterator[Choice | None]:
         for change in (-self.layers, -4, -2, -1, 1, 2, 4):

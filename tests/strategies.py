@@ -93,7 +93,7 @@ def plans(
 
 
 def _placements(n_layers: int) -> SearchStrategy[dict[str, Placement]]:
-    value: SearchStrategy[Placement] = st.sampled_from(["streamed", "resident"])
+    value: SearchStrategy[Placement] = st.sampled_from(["streamed", "device_weights", "resident"])
     layer = st.integers(0, n_layers - 1)
     key = st.one_of(st.sampled_from(["embedding", "head"]), layer.map(str), st.just(f"0-{n_layers // 2}"))
     return st.one_of(

@@ -24,12 +24,17 @@ LOSS_NBYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlace:
-    """A block as the plan places it. `chunks` are element ranges, cut at multiples of `ALIGN_ELEMENTS`; `tiles` the range of its
-    norm partials among those of the model."""
+    """A block as the plan places it.
+
+    `resident`: all its state is on the device; `stays`: its state is on the host, but its weights have a device buffer of their
+    own. `chunks` are element ranges, cut at multiples of `ALIGN_ELEMENTS`; `tiles` the range of its norm partials among those of
+    the model.
+    """
 
     spec: BlockSpec
     size_class: str
     resident: bool
+    stays: bool
     keep: bool
     chunks: tuple[tuple[int, int], ...]
     tiles: tuple[int, int]
@@ -53,12 +58,13 @@ def place_blocks(model: ModelSpec, recipe: Recipe, plan: Plan) -> tuple[BlockPla
     per_chunk = plan.chunk_bytes // DTYPE_NBYTES[recipe.precision] // ALIGN_ELEMENTS * ALIGN_ELEMENTS
     places, tile = [], 0
     for spec in model.blocks:
-        tiles = norm_tiles(spec)
+        tiles, placement = norm_tiles(spec), plan.placement_of(spec.kind, spec.layer)
         places.append(
             BlockPlace(
                 spec=spec,
                 size_class=size_class(spec),
-                resident=plan.placement_of(spec.kind, spec.layer) == "resident",
+                resident=placement == "resident",
+                stays=placement == "device_weights",
                 keep=spec.layer is not None and plan.activations_of(spec.layer) == "keep",
                 chunks=tuple(_cut(spec.span, max(per_chunk, ALIGN_ELEMENTS) if plan.chunk_bytes else spec.span)),
                 tiles=(tile, tile + tiles),
@@ -118,6 +124,9 @@ class Storages:
             if plan.update != "during_backward":
                 self._add(space, f"grad[{b}]", span * link)
 
+        self.own_slots = {
+            p.spec.index: self._add("device", f"slot.block.{p.spec.index}", p.spec.span * weight) for p in places if p.stays
+        }
         self.weight_slots: dict[str, list[int]] = {}
         self.gradient_slots: dict[str, list[int]] = {}
         self.host_gradient_slots: dict[str, list[int]] = {}
@@ -128,7 +137,8 @@ class Storages:
             if members:
                 self._add("device", f"acc.{name}", 4 * max(p.spec.span for p in members))
             slots = {"layer": plan.weight_slots, "vocab": plan.vocab_slots, "norm": 1}[name]
-            self.weight_slots[name] = self._pool("device", f"slot.{name}", streamed, slots, weight)
+            passing = [p for p in streamed if not p.stays]
+            self.weight_slots[name] = self._pool("device", f"slot.{name}", passing, slots, weight)
             grads = plan.gradient_slots if name == "layer" else 1
             self.gradient_slots[name] = self._pool("device", f"gslot.{name}", pooled, grads, link)
             if plan.update == "during_backward":

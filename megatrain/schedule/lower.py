@@ -243,7 +243,7 @@ class _Step:
         home = self.storages.index[f"weights[{b}]"]
         if place.resident:
             return Access(home, 0, nbytes, tag)
-        pool = self.storages.weight_slots[place.size_class]
+        pool = [self.storages.own_slots[b]] if place.stays else self.storages.weight_slots[place.size_class]
         slot = next((s for s in pool if self.held.get(s) == b), None)
         if slot is None:
             slot = self._take(pool, self.used)
