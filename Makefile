@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install test check soak bench clean
+.PHONY: install test check demo soak bench clean
 
 install: $(VENV)/installed
 
@@ -25,6 +25,11 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
+
+# A small model, from nothing to a comparison of prediction and measurement, in build/demo.
+demo: install
+	rm -rf build/demo
+	$(BIN)/megatrain demo --out build/demo
 
 # The long forms of the property tests: 1,000 plans for bitwise equality, 200 schedules for mutations.
 soak: install

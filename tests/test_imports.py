@@ -18,6 +18,7 @@ MAY_NAME_CUDA = {Path("megatrain/engine/cuda.py"), Path("megatrain/calibrate/cud
     [
         *(f"import megatrain.{noun}" for noun in NOUNS),
         "import sim, sim.simulate, sim.longest_path, sim.memory, sim.bench, sim.planner",
+        "import megatrain.cli, megatrain.cli.predict, megatrain.cli.report",
     ],
 )
 def test_nouns_and_simulator_load_neither_torch_nor_transformers(statement: str) -> None:

@@ -1,0 +1,3 @@
+from megatrain.cli import main
+
+main()

@@ -1,0 +1,147 @@
+"""Predictions: a job on a machine, simulated, as a record with the figures people ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatrain.catalog import model_spec
+from megatrain.cli import show
+from megatrain.derive import Facts, StepTime, by_cause, derive, step_time
+from megatrain.files import Job, Record, write_file
+from megatrain.hardware import HardwareProfile
+from megatrain.model import ModelSpec
+from megatrain.plan import Plan
+from megatrain.recipe import DTYPE_NBYTES, Recipe
+from megatrain.schedule import Schedule, check, lower
+from sim.ledger import Ledger, fits, ledger, shortages
+from sim.planner import Infeasible, default_plan
+from sim.simulate import simulate
+
+
+class Prediction(NamedTuple):
+    """A simulated run and what follows from it."""
+
+    record: Record
+    schedule: Schedule
+    facts: Facts
+    step: StepTime
+
+    def lines(self) -> dict[str, str]:
+        recipe = self.schedule.recipe
+        return {
+            "step": f"{show.seconds(self.step.mean_ns)} (spread of the last steps {self.step.spread:.2%})",
+            "tokens/s": f"{self.tokens_per_s:,.0f} at {recipe.tokens_per_step:,} tokens a step",
+            "TFLOPS": f"{self.tflops:.3g} (6 x {self.schedule.model.numel / 1e9:.3g}e9 parameters x tokens)",
+            "update": f"{self.schedule.plan.update}, clipping {recipe.clip_norm if recipe.clip_norm is not None else 'off'}",
+        }
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.schedule.recipe.tokens_per_step * 1e9 / self.step.mean_ns
+
+    @property
+    def tflops(self) -> float:
+        return 6 * self.schedule.model.numel * self.tokens_per_s / 1e12
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "model": self.schedule.model.name, "hardware": self.record.hardware, "step_ns": self.step.mean_ns,
+            "spread": self.step.spread, "tokens_per_step": self.schedule.recipe.tokens_per_step,
+            "tokens_per_s": self.tokens_per_s, "tflops": self.tflops,
+            "busy": {lane: use.utilisation for lane, use in self.facts.lanes.items()},
+            "stalls_ns": {cause: ns for cause, ns in by_cause(self.facts.stalls["compute"]).items() if ns},
+            "notes": list(self.record.trace.notes),
+        }  # fmt: skip
+
+
+def refuse_too_large(model: ModelSpec, recipe: Recipe, plan: Plan, machine: HardwareProfile) -> Ledger:
+    """The ledger of a plan; Infeasible with the memory, the phase and the bytes where it does not fit."""
+    book = ledger(model, recipe, plan, machine)
+    short = fits(book, machine)
+    if short is not None:
+        raise Infeasible(f"{model.name} on {machine.name}: {short}", (short,))
+    return book
+
+
+def usable_seeds(job: Job | None, model: ModelSpec, recipe: Recipe, machine: HardwareProfile) -> tuple[Plan, ...]:
+    """The job's plan, if it is one of this model, recipe and machine, which need not be the job's own. ValueError for a plan that
+    contradicts its own job."""
+    if job is None:
+        return ()
+    lower(model_spec(job.model), job.recipe, job.plan)
+    try:
+        lower(model, recipe, job.plan)
+    except ValueError:
+        return ()
+    return (job.plan,) if job.plan.adam_threads <= machine.cores else ()
+
+
+def simple_plan(model: ModelSpec, recipe: Recipe, machine: HardwareProfile) -> Plan:
+    """The default plan, with chunks large enough that a layer has 16 of them at most.
+
+    Where the host is too small for it, as few blocks as will do are resident on the device, the embedding and the head first,
+    then layers from the first; where that does not fit either, all are streamed again, to be refused.
+    """
+    default = default_plan(recipe, machine)
+    layer_nbytes = max(block.numel for block in model.layers) * DTYPE_NBYTES[recipe.precision]
+    default = replace(default, chunk_bytes=max(default.chunk_bytes, 1 << (layer_nbytes // 16).bit_length()))
+
+    def resident(count: int) -> Plan:
+        placement = {**default.placement, "embedding": "resident", "head": "resident"}
+        if count:
+            placement[f"0-{count - 1}"] = "resident"
+        return replace(default, placement=placement)
+
+    def host_short(plan: Plan) -> bool:
+        return any(short.space == "host" for short in shortages(ledger(model, recipe, plan, machine), machine))
+
+    if not host_short(default):
+        return default
+    low, high = 0, model.n_layers  # each layer more on the device leaves the host more room
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if host_short(resident(middle)) else (low, middle)
+    found = resident(low)
+    return found if fits(ledger(model, recipe, found, machine), machine) is None else default
+
+
+def predict(job: Job, model: ModelSpec, machine: HardwareProfile, *, steps: int) -> Prediction:
+    """Simulate `steps` steps of a job. ValueError for fewer than one and for what lowering refuses."""
+    schedule = lower(model, job.recipe, job.plan)
+    check(schedule)
+    trace = simulate(schedule, machine, steps=steps)
+    record = Record(
+        job=job, model_name=model.name, config_json=model.config_json, hardware=machine.name, provenance=machine.provenance,
+        trace=trace, created=now(),
+    )  # fmt: skip
+    return Prediction(record, schedule, derive(schedule, trace), step_time(schedule, trace))
+
+
+def swept(
+    model: ModelSpec, recipe: Recipe, plan: Plan, machine: HardwareProfile, depths: Sequence[int], chunks: Sequence[int],
+    folder: Path, *, as_json: bool,
+) -> None:  # fmt: skip
+    """Simulate every depth with every chunk size; sweep.csv and sweep.png in `folder`, and the table."""
+    from analysis.plots import plot_sweep, sweep_table
+    from analysis.tables import format_table
+    from sim.planner import sweep
+
+    with show.progress("sweep") as bar:
+        points = sweep(model, recipe, plan, machine, depths, chunks, lambda what, done: bar(None, f"{what} ({done})"))
+    folder.mkdir(parents=True, exist_ok=True)
+    table = sweep_table(points)
+    write_file(folder / "sweep.csv", table.to_csv(index=False).encode())
+    plot_sweep(points, folder / "sweep.png", model_name=model.name)
+    if as_json:
+        show.json_object({"csv": str(folder / "sweep.csv"), "png": str(folder / "sweep.png"), "points": len(points)})
+        return
+    show.text(format_table(table, title=f"{model.name} on {machine.name}"))
+    show.text(f"written to {folder / 'sweep.csv'} and {folder / 'sweep.png'}")
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

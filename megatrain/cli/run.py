@@ -1,0 +1,201 @@
+"""run: weights and data from disk, the engine, a record of what was measured."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatrain.calibrate.cuda import device_memory, device_name
+from megatrain.calibrate.machine import cpu_name, usable_memory
+from megatrain.catalog import model_spec
+from megatrain.cli import show
+from megatrain.cli.exits import said_of
+from megatrain.cli.outputs import check_file, check_folder
+from megatrain.cli.predict import now, refuse_too_large
+from megatrain.data import SyntheticData, open_data
+from megatrain.derive import step_time
+from megatrain.engine.engine import Engine
+from megatrain.files import Job, Record, StepFigures, load_job, save_record, write_file
+from megatrain.hardware import H200, HardwareProfile
+from megatrain.model import ModelSpec
+from megatrain.schedule import lower
+from megatrain.training import Trained, train
+from megatrain.weights import RandomWeights, open_weights, save_weights
+
+Device = Literal["cpu", "cuda"]
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+Batches = Callable[[int, int], Mapping[str, Tensor]]
+
+
+def chosen_device(asked: str) -> Device:
+    """The device of an option; auto takes the GPU where there is one. ValueError for another word, or a GPU that is not there."""
+    there = torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device("cuda")
+    if asked not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device: must be cpu, cuda or auto, got {asked!r}")
+    if asked == "cuda" and not there:
+        raise ValueError("--device: cuda was asked for, but PyTorch sees no CUDA device; use cpu")
+    return "cuda" if there and asked != "cpu" else "cpu"
+
+
+def this_machine(device: Device) -> HardwareProfile:
+    """This machine's memory, for the ledger. Its rates are nobody's."""
+    host = usable_memory()
+    if device == "cpu":
+        return replace(
+            H200, name="this machine", host_memory_bytes=host, device_memory_bytes=host,
+            compute=replace(H200.compute, on_host=True),
+        )  # fmt: skip
+    return replace(H200, name="this machine", host_memory_bytes=host, device_memory_bytes=device_memory())
+
+
+def run_job(
+    path: Path, data: str, *, steps: int, device: str, random_weights: bool, tokenizer: Path | None, seed: int, out: Path,
+    save: Path | None, as_json: bool,
+) -> Trained:  # fmt: skip
+    """The verb. Everything that can be refused is, before a weight is read: outputs, plan, memory, files, data."""
+    job = load_job(path)
+    check_file("--out", out, inputs=(path,))
+    model = model_spec(job.model)
+    place = chosen_device(device)
+    if save is not None:
+        check_folder("--save", save, empty=True, nbytes=4 * model.numel)
+    with said_of(path):
+        _refuse_threads(job)
+        refuse_too_large(model, job.recipe, job.plan, this_machine(place))
+        weights: Mapping[str, Tensor] = RandomWeights(model, seed) if random_weights else _weights(job, model)
+        with show.progress("lower the plan"):  # long where chunks are small
+            schedule = lower(model, job.recipe, job.plan)
+    batches, counts = _batches(data, job, model, tokenizer, seed)
+    trained = train_shown(job, model, weights, batches, steps=steps, device=place, save=save)
+    record = record_of(job, model, trained, place)
+    save_record(out, record)
+    assert trained.trace is not None
+    time = step_time(schedule, trained.trace) if steps > 1 else None
+    figures: dict[str, Any] = {
+        "steps": len(trained.steps), "skipped": trained.skipped, "first_loss": trained.steps[0].loss,
+        "last_loss": trained.steps[-1].loss, "step_ns": time.mean_ns if time else None,
+        "tokens_per_s": job.recipe.tokens_per_step * 1e9 / time.mean_ns if time else None, "out": str(out),
+        "save": str(save) if save else None,
+    }  # fmt: skip
+    if as_json:
+        show.json_object(figures)
+        return trained
+    lines = {
+        "loss": f"{trained.steps[0].loss:.4f} at the first step, {trained.steps[-1].loss:.4f} at the last",
+        "data": counts,
+    }
+    if time is not None:
+        tflops = 6 * model.numel * figures["tokens_per_s"] / 1e12
+        lines["step"] = f"{show.seconds(time.mean_ns)} (spread of the last steps {time.spread:.1%})"
+        lines["tokens/s"] = f"{figures['tokens_per_s']:,.0f} at {job.recipe.tokens_per_step:,} tokens a step, {tflops:.3g} TFLOPS"
+    if trained.skipped:
+        lines["skipped"] = f"{trained.skipped} steps had a gradient that is not finite"
+    show.pairs(f"{model.name}, {len(trained.steps)} steps on {place}", lines)
+    show.notes(trained.trace.notes)
+    show.text(f"written to {out}" + (f" and {save}" if save else ""))
+    return trained
+
+
+def train_shown(
+    job: Job, model: ModelSpec, weights: Mapping[str, Tensor], batches: Batches, *, steps: int, device: Device,
+    save: Path | None = None, reloaded: Callable[[Engine], None] = lambda engine: None,
+) -> Trained:  # fmt: skip
+    """`train` with a progress bar; `save`: where the trained weights go, as FP32 safetensors beside the model's other files."""
+    with show.progress("train") as bar:
+        bar(None, "load weights")
+
+        def on_step(step: int, figures: StepFigures, skipped: str | None) -> None:
+            rate = job.recipe.tokens_per_step / figures.seconds
+            bar((step + 1) / steps, f"step {step + 1} of {steps}, loss {figures.loss:.4f}, {rate:,.0f} tokens/s")
+            if skipped:
+                show.err.print(f"step {step + 1}: {skipped}; nothing was changed", style="yellow", soft_wrap=True)
+
+        def at_end(engine: Engine) -> None:
+            if save is not None:
+                bar(1.0, f"write weights to {save}")
+                save_weights(save, model, engine.state_dict())
+                _save_beside(save, job, model)
+            reloaded(engine)
+
+        return train(
+            model, job.recipe, job.plan, weights, batches, steps=steps, device=device, on_step=on_step,
+            on_ready=lambda: bar(0.0, "first step"), at_end=at_end,
+        )  # fmt: skip
+
+
+def record_of(job: Job, model: ModelSpec, trained: Trained, device: Device) -> Record:
+    assert trained.trace is not None
+    where = f"{device_name()} and {cpu_name()}" if device == "cuda" else cpu_name()
+    return Record(
+        job=job, model_name=model.name, config_json=model.config_json, hardware=f"this machine ({device})",
+        provenance=f"measured on {where}, torch {torch.__version__}", trace=trained.trace, created=now(), steps=trained.steps,
+        notes=(f"the trace begins at step {trained.traced_from + 1}",),
+    )  # fmt: skip
+
+
+def _refuse_threads(job: Job) -> None:
+    cores, threads = len(os.sched_getaffinity(0)), job.plan.adam_threads
+    if threads > cores:
+        raise ValueError(
+            f"plan.adam_threads: must be at most the {cores} cores there are, got {threads}; plan with a profile of this machine"
+            " (calibrate), or edit the plan"
+        )
+
+
+def _directory(job: Job) -> Path | None:
+    """Where the model's files lie; None for a built-in shape."""
+    path = Path(os.path.expanduser(job.model))
+    return path if path.is_dir() else path.parent if path.is_file() else None
+
+
+def _weights(job: Job, model: ModelSpec) -> Mapping[str, Tensor]:
+    directory = _directory(job)
+    if directory is None:
+        raise ValueError(f"model: {job.model} is a shape without weights; name a Hugging Face directory, or use --random-weights")
+    return open_weights(directory, model)
+
+
+def _save_beside(directory: Path, job: Job, model: ModelSpec) -> None:
+    """What makes weights a model that can be loaded and trained on: its config, and its tokenizer where there is one."""
+    source = _directory(job)
+    found = [] if source is None else [source / name for name in TOKENIZER_FILES]
+    for path in found:
+        if path.is_file():
+            shutil.copyfile(path, directory / path.name)
+    config = directory / "config.json"
+    if source is not None and (source / "config.json").is_file():
+        shutil.copyfile(source / "config.json", config)
+    else:
+        write_file(config, model.config_json.encode())
+
+
+def _batches(data: str, job: Job, model: ModelSpec, tokenizer: Path | None, seed: int) -> tuple[Batches, str]:
+    recipe = job.recipe
+    if recipe.attention_mask != "causal":
+        raise ValueError(
+            f"recipe.attention_mask: run feeds rows without segments and needs causal, got {recipe.attention_mask}; train packed"
+            " rows with megatrain.training.train and batches of your own"
+        )
+    if data == "random":
+        synthetic = SyntheticData(vocab_size=model.vocab_size, seq_len=recipe.seq_len, seed=seed)
+        return synthetic.batch, "random tokens"
+    directory = tokenizer if tokenizer is not None else _directory(job)
+    if directory is None:
+        raise ValueError(f"--tokenizer: is missing; {job.model} is a shape without one (or use --data random)")
+    with show.progress("tokenize") as bar:
+        found = open_data(
+            data, directory, seq_len=recipe.seq_len, seed=seed, vocab_size=model.vocab_size,
+            progress=lambda documents, tokens: bar(None, f"tokenize: {documents:,} documents, {tokens:,} tokens"),
+        )  # fmt: skip
+    c = found.counts
+    return found.batch, f"{c.documents:,} documents, {c.tokens:,} tokens, {c.rows:,} rows, {c.tokens_dropped:,} tokens dropped"

@@ -1,0 +1,170 @@
+"""What the verbs print: tables for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from megatrain.files import format_bytes
+
+if TYPE_CHECKING:
+    from megatrain.derive import Facts
+    from megatrain.hardware import HardwareProfile
+    from sim.ledger import Ledger
+
+# Nothing here is mark-up: paths, names of models and of ops may hold brackets.
+out = Console(highlight=False, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def seconds(ns: float) -> str:
+    """Nanoseconds in the unit that reads best."""
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        if abs(ns) >= size:
+            return f"{ns / size:.3g} {unit}" if abs(ns) < 1000 * size else f"{ns / size:,.0f} {unit}"
+    return f"{ns:.0f} ns"
+
+
+def json_object(fields: Mapping[str, Any]) -> None:
+    """One line of JSON; JSON has no number that is not finite."""
+    kept = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+    print(json.dumps(kept))
+
+
+def pairs(title: str, rows: Mapping[str, str]) -> None:
+    """A table of names and values; a long value goes on below itself."""
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(Text(name), Text(value))
+    _titled(title, table)
+
+
+def rows(title: str, header: Sequence[str], body: Sequence[Sequence[str]]) -> None:
+    """A table whose first column is text and whose others are figures."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for i, name in enumerate(header):
+        table.add_column(Text(name), justify="left" if i == 0 else "right", no_wrap=i > 0, overflow="fold")
+    for line in body:
+        table.add_row(*map(Text, line))
+    _titled(title, table)
+
+
+def text(block: str) -> None:
+    """Text that is laid out already. In a terminal, prose (a line without columns) is broken between words where it is too
+    long; in a file every line stays whole."""
+    for line in block.rstrip("\n").split("\n"):
+        prose = out.is_terminal and "  " not in line.strip()
+        indent = line[: len(line) - len(line.lstrip())] + "  "
+        broken = textwrap.wrap(
+            line, out.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+        )
+        for piece in (broken if prose else None) or [line]:
+            out.print(piece, soft_wrap=True)
+
+
+def _titled(title: str, table: Table) -> None:
+    # Not the table's own title: it would be as narrow as the table.
+    out.print()
+    out.print(title, style="bold", soft_wrap=True)
+    with out.capture() as drawn:
+        out.print(table)
+    for line in drawn.get().splitlines():
+        out.file.write(line.rstrip() + "\n")  # rich fills the last column up with spaces
+
+
+def memory(found: Ledger, device_has: int, host_has: int) -> None:
+    """The ledger by phase, and what a step's memory consists of."""
+    from sim.ledger import PHASES
+
+    short = format_bytes_short
+    body = [
+        [phase, short(found.device_nbytes(phase)), *(short(found.nbytes(phase, of)) for of in ("pinned", "pageable"))]
+        for phase in PHASES
+    ]
+    there = f"device {short(device_has)}{', of the host' if found.on_host else ''}; host {short(host_has)}"
+    rows(f"Memory (there are: {there})", ["phase", "device", "host, pinned", "host, pageable"], body)
+    step = sorted((item for item in found.items if "step" in item.phases), key=lambda item: -item.nbytes)
+    rows("Largest in a step", ["what", "space", "bytes"], [[i.what, i.space, format_bytes_short(i.nbytes)] for i in step[:10]])
+
+
+def lanes(facts: Facts, steps: int) -> None:
+    """Each lane's busy time and bytes, a step, and the compute lane's stalls by cause."""
+    from megatrain.derive import by_cause
+
+    body = [
+        [lane, seconds(use.busy_ns / steps), f"{use.utilisation:.0%}", format_bytes_short(use.nbytes // steps)]
+        for lane, use in facts.lanes.items()
+    ]
+    rows("Lanes, a step", ["lane", "busy", "of the time", "bytes"], body)
+    stalls = {cause: ns for cause, ns in by_cause(facts.stalls["compute"]).items() if ns}
+    if stalls:
+        ordered = sorted(stalls.items(), key=lambda item: -item[1])
+        rows("The compute lane waits, a step", ["for", "time"], [[cause, seconds(ns / steps)] for cause, ns in ordered])
+    shares = [[lane, f"{overlap.fraction:.0%}"] for lane, overlap in facts.overlap.items()]
+    if shares:
+        rows("Copies under compute", ["lane", "share"], shares)
+
+
+def notes(lines: Sequence[str]) -> None:
+    if lines:
+        out.print()
+    for line in lines:
+        text(f"note: {line}")
+
+
+def profile(found: HardwareProfile) -> None:
+    """A calibrated machine, in its main figures."""
+    rate = found.compute.flops_per_s
+    threads = ", ".join(f"{n}: {r / 1e9:.0f}" for n, r in found.adam_rates)
+    pairs(
+        found.name,
+        {
+            "copies": f"{found.h2d.peak_bytes_per_s / 1e9:.1f} GB/s up, {found.d2h.peak_bytes_per_s / 1e9:.1f} GB/s down",
+            "CPU optimizer": f"GB/s by threads {threads}",
+            "DRAM": f"{found.dram_bytes_per_s / 1e9:.0f} GB/s",
+            "products": f"{rate['bf16'] / 1e12:.3g} TFLOP/s in bf16, {rate['fp32'] / 1e12:.3g} in fp32",
+            "device memory": format_bytes_short(found.device_memory_bytes),
+            "host memory": format_bytes_short(found.host_memory_bytes),
+            "cores": str(found.cores),
+            "blocks timed": str(len(found.compute.measured)),
+        },
+    )
+    notes([found.provenance])
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[float | None, str], None]]:
+    """A bar on standard error, gone when it is done; a call gives the share that is done (None: unknown) and what is being done.
+    Where standard error is no terminal, nothing is drawn."""
+    columns = (
+        BarColumn(bar_width=16),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+    )
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:
+        task = bars.add_task(title, total=None)
+
+        def say(done: float | None, text: str) -> None:
+            total = None if done is None else 1.0
+            bars.update(task, total=total, completed=done or 0.0, description=f"{title}: {text}")
+
+        yield say
+
+
+def format_bytes_short(nbytes: int) -> str:
+    """Two or three digits and a binary unit; `format_bytes` is exact, for files."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:.0f} {unit}"
+    return format_bytes(nbytes)

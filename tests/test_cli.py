@@ -1,0 +1,216 @@
+"""The command line from end to end, on a model of three small layers: what each verb prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain.catalog import hardware_profile
+from megatrain.cli import demo, show
+from megatrain.cli import run as run_verb
+from megatrain.files import load_job, load_record
+from megatrain.model import ModelSpec
+from megatrain.weights import open_weights
+from tests.commands import Commands
+
+VERBS = ("calibrate", "simulate", "plan", "run", "compare", "demo")
+
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def test_plan_simulate_run_and_compare_follow_from_one_another(megatrain: Commands) -> None:
+    planned = megatrain("plan", "--model", "model", "--hardware", "hw.json", "--seq-len", 32, "--batch", 2, "--eager", "--lr",
+                        "1e-2", "--out", "found.yaml")  # fmt: skip
+    assert planned.code == 0 and planned.err == ""
+    assert "Binding: " in planned.out and "written to found.yaml" in planned.out
+    job = load_job("found.yaml")
+    assert (job.recipe.seq_len, job.recipe.micro_batch_size, job.recipe.compiled, job.recipe.optimizer.lr) == (32, 2, False, 1e-2)
+    assert job.plan.adam_threads == 1
+    assert Path(job.model).samefile("model")
+
+    predicted = megatrain("simulate", "found.yaml", "--hardware", "hw.json", "--steps", 5, "--out", "predicted.json.gz")
+    assert predicted.code == 0 and predicted.err == ""
+    assert "tokens/s" in predicted.out and "Largest in a step" in predicted.out
+    assert load_record("predicted.json.gz").trace.source == "sim"
+
+    ran = megatrain("run", "found.yaml", "--data", "text", "--steps", 8, "--device", "cpu", "--save", "trained")
+    assert ran.code == 0 and ran.err == ""
+    measured = load_record("run.json.gz")
+    assert measured.trace.source == "cpu" and len(measured.steps) == 8
+    assert f"{measured.steps[0].loss:.4f} at the first step, {measured.steps[-1].loss:.4f} at the last" in ran.out
+    assert measured.steps[-1].loss < measured.steps[0].loss
+
+    compared = megatrain("compare", "predicted.json.gz", "run.json.gz")
+    assert compared.code == 0 and compared.err == ""
+    assert "ratio of step times, measured / predicted: " in compared.out
+    more = megatrain("compare", *["predicted.json.gz", "run.json.gz"] * 2, "--out", "both", "--json").json
+    assert Path(more["throughput"]).is_file()
+    written = ["lanes.png", "ops.csv", "report.md", "throughput.png", "trace.perfetto.json.gz"]
+    assert sorted(p.name for p in Path("report").iterdir()) == written
+
+
+def test_saved_weights_are_a_model_to_train_on(megatrain: Commands) -> None:
+    assert megatrain("run", "plan.yaml", "--data", "text", "--steps", 2, "--device", "cpu", "--save", "trained").code == 0
+    model = ModelSpec.from_config("trained")
+    start, trained = open_weights("model", model), open_weights("trained", model)
+    assert all(trained[name].dtype == torch.float32 for name in trained)
+    assert [name for name in start if torch.equal(start[name], trained[name])] == []
+    Path("next.yaml").write_text(Path("plan.yaml").read_text().replace("model: model", "model: trained"))
+    again = megatrain("run", "next.yaml", "--data", "text", "--steps", 2, "--device", "cpu", "--json").json
+    assert again["first_loss"] == load_record("run.json.gz").steps[0].loss
+    from_start = megatrain("run", "plan.yaml", "--data", "text", "--steps", 1, "--device", "cpu", "--json").json
+    assert again["first_loss"] < from_start["first_loss"]
+
+
+def test_json_is_one_object_of_the_fields_that_help_names(megatrain: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "CALIBRATION_S", 1.0)
+    monkeypatch.setattr(demo, "TEXT_BYTES", 60_000)
+    monkeypatch.setattr(demo, "SIZES", {"layers": 3, "hidden_size": 64, "intermediate_size": 96, "heads": 2, "kv_heads": 2})
+    calls = (
+        ("calibrate", "--budget", 1, "--device", "cpu", "--out", "measured.json"),
+        ("plan", "plan.yaml", "--hardware", "hw.json", "--out", "found.yaml"),
+        ("simulate", "plan.yaml", "--hardware", "hw.json", "--out", "predicted.json"),
+        ("simulate", "plan.yaml", "--hardware", "hw.json", "--sweep", "sweep", "--depths", "1-2", "--chunks", "0,8KiB"),
+        ("run", "plan.yaml", "--data", "random", "--random-weights", "--steps", 3, "--device", "cpu"),
+        ("compare", "predicted.json", "run.json.gz", "--out", "found"),
+        ("demo", "--steps", 10, "--device", "cpu"),
+    )
+    monkeypatch.setenv("COLUMNS", "200")
+    for verb, *arguments in calls:
+        ended = megatrain(verb, *arguments, "--json")
+        assert (ended.code, ended.err, ended.out.count("\n")) == (0, "", 1), ended
+        assert isinstance(ended.json, dict)
+        said = megatrain(verb, "--help").out.partition("JSON fields:")[2].partition("╭")[0]
+        words = {word.strip(",.;()") for word in said.split()}
+        assert ended.json.keys() <= words, (verb, ended.json.keys() - words)
+    assert {p.name for p in Path("sweep").iterdir()} == {"sweep.csv", "sweep.png"}
+    assert Path("sweep/sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert len(Path("sweep/sweep.csv").read_text().splitlines()) == 1 + 4
+    assert {"hw.json", "plan.yaml", "predicted.json.gz", "measured.json.gz", "report"} <= {p.name for p in Path("demo").iterdir()}
+
+
+def test_a_number_that_is_not_finite_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    show.json_object({"loss": float("nan"), "norm": float("inf"), "steps": 2})
+    assert json.loads(capsys.readouterr().out) == {"loss": None, "norm": None, "steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware"), [("dense-120b", "h200-1.5tb"), ("qwen2.5-72b", "h200-1.5tb"), ("qwen2.5-14b", "rtx4090")]
+)
+def test_the_sizes_this_is_for_can_be_predicted(megatrain: Commands, model: str, hardware: str) -> None:
+    ended = megatrain("simulate", "--model", model, "--hardware", hardware, "--batch", 2, "--json")
+    assert ended.code == 0, ended
+    assert 0 < ended.json["step_ns"] < 200 * 10**9 and 1 < ended.json["tflops"] < 772
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware"),
+    [
+        ("qwen3-0.6b", "rtx4090"),
+        pytest.param("qwen2.5-14b", "rtx4090", marks=pytest.mark.slow),
+        pytest.param("qwen2.5-72b", "h200-1.5tb", marks=pytest.mark.slow),
+        pytest.param("dense-120b", "h200-1.5tb", marks=pytest.mark.slow),
+    ],
+)
+def test_published_sizes_can_be_planned(megatrain: Commands, model: str, hardware: str) -> None:
+    ended = megatrain("plan", "--model", model, "--hardware", hardware, "--out", "found.yaml", "--json")
+    assert ended.code == 0, ended
+    assert ended.json["default_step_ns"] is None or ended.json["step_ns"] <= ended.json["default_step_ns"]
+    assert ended.json["device_bytes"] <= hardware_profile(hardware).device_memory_bytes
+    again = megatrain("simulate", "found.yaml", "--hardware", hardware, "--json")
+    assert again.json["step_ns"] == ended.json["step_ns"]
+
+
+@pytest.mark.parametrize("verb", ["simulate", "plan"])
+def test_too_large_says_which_memory_how_many_bytes_and_what_helps(megatrain: Commands, verb: str) -> None:
+    out = ["--out", "found.yaml"] if verb == "plan" else []
+    text = megatrain.refused(verb, "--model", "qwen2.5-72b", "--hardware", "rtx4090", *out)
+    assert "host memory, save" in text
+    assert "274,877,906,944" in text  # there are 256 GiB
+    assert "GiB more host memory" in text
+
+
+def test_run_refuses_what_does_not_fit_before_reading_anything(
+    megatrain: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_verb, "usable_memory", lambda: 1 << 20)
+    text = megatrain.refused("run", "plan.yaml", "--data", "nowhere", "--device", "cpu")
+    assert "1,048,576" in text and "memory" in text
+
+
+def test_predicting_planning_and_comparing_never_import_torch() -> None:
+    code = """
+import sys
+from dataclasses import replace
+from megatrain.cli import main
+from megatrain.files import load_record, save_record
+for line in open("calls").read().splitlines():
+    sys.argv = ["megatrain", *line.split()]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, line
+    if "--out predicted.json" in line:  # a run of the same, without what runs it
+        found = load_record("predicted.json")
+        save_record("run.json", replace(found, trace=replace(found.trace, source="cpu")))
+print("loaded", sorted({"torch", "transformers"} & set(sys.modules)))
+"""
+    Path("calls").write_text(
+        "simulate plan.yaml --hardware hw.json --out predicted.json\nplan plan.yaml --hardware hw.json --out found.yaml\n"
+        "simulate plan.yaml --hardware hw.json --sweep sweep --depths 1 --chunks 0\ncompare predicted.json run.json\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stdout.splitlines()[-1:] == ["loaded []"], ended
+    assert ended.stderr == ""
+
+
+def test_help_names_defaults_and_groups_options(megatrain: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in (80, 140):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        first = megatrain("--help")
+        assert first.code == 0 and all(verb in first.out for verb in VERBS)
+        for verb in VERBS:
+            ended = megatrain(verb, "--help")
+            assert ended.code == 0 and "Examples:" in ended.out and "--json" in ended.out
+            assert max(map(len, ended.out.splitlines())) <= columns
+            if verb in ("calibrate", "simulate", "plan"):
+                recipe = ended.out.partition("Recipe (")[2].partition("╰")[0]
+                assert "--seq-len" in recipe and "1024" in recipe
+    assert megatrain().code == 2
+    assert megatrain("--version").out.startswith("megatrain 0.")
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_tables_are_aligned_and_unbroken(
+    megatrain: Commands, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = megatrain("simulate", "plan.yaml", "--hardware", "hw.json").out.splitlines()
+    start = lines.index("Lanes, a step")
+    header, *rows = lines[start + 1 : lines.index("", start)]
+    assert [row.split()[0] for row in rows] == ["h2d", "compute", "d2h", "cpu"]
+    assert {len(row) for row in rows} == {len(header)}  # the last column stands at the right
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_names_with_brackets_are_no_markup(megatrain: Commands) -> None:
+    Path("model").rename("[bold]m[1]")
+    shown = megatrain("simulate", "--model", "[bold]m[1]", "--hardware", "hw.json", "--seq-len", 32, "--out", "[red]a.json")
+    assert shown.code == 0
+    assert "[bold]m[1] on one-core" in shown.out and "[red]a.json" in shown.out
+
+
+def test_python_m_is_the_same_program() -> None:
+    def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "megatrain", *arguments], capture_output=True, text=True, check=False)
+
+    done = ended("simulate", "plan.yaml", "--hardware", "hw.json", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["model"] == "model" and done.stderr == ""
+    wrong = ended("run", "plan.yaml", "--data", "nowhere", "--device", "cpu")
+    assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1) and "nowhere" in wrong.stderr
