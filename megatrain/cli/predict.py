@@ -139,7 +139,10 @@ def swept(
     if as_json:
         show.json_object({"csv": str(folder / "sweep.csv"), "png": str(folder / "sweep.png"), "points": len(points)})
         return
-    show.text(format_table(table, title=f"{model.name} on {machine.name}"))
+    chunks_said = [show.format_bytes_short(n) if n else "whole blocks" for n in table["chunk_bytes"]]
+    said = table.assign(chunk=chunks_said, enough=["yes" if enough else "" for enough in table["enough"]])
+    columns = ["chunk", "weight_slots", "step_ns", "over_best_ratio", "enough"]
+    show.text(format_table(said[columns], title=f"{model.name} on {machine.name}"))
     show.text(f"written to {folder / 'sweep.csv'} and {folder / 'sweep.png'}")
 
 
