@@ -108,7 +108,7 @@ def run_job(
 
 def train_shown(
     job: Job, model: ModelSpec, weights: Mapping[str, Tensor], batches: Batches, *, steps: int, device: Device,
-    save: Path | None = None, reloaded: Callable[[Engine], None] = lambda engine: None,
+    save: Path | None = None,
 ) -> Trained:  # fmt: skip
     """`train` with a progress bar; `save`: where the trained weights go, as FP32 safetensors beside the model's other files."""
     with show.progress("train") as bar:
@@ -123,9 +123,8 @@ def train_shown(
         def at_end(engine: Engine) -> None:
             if save is not None:
                 bar(1.0, f"write weights to {save}")
-                save_weights(save, model, engine.state_dict())
+                save_weights(save, model, engine.masters())
                 _save_beside(save, job, model)
-            reloaded(engine)
 
         return train(
             model, job.recipe, job.plan, weights, batches, steps=steps, device=device, on_step=on_step,

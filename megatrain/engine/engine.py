@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -100,6 +100,21 @@ class StepResult:
     def skipped(self) -> str | None:
         self._executor.wait([self._clip])
         return self._context.skipped
+
+
+class _Masters(Mapping[str, Tensor]):
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._places = {p.name: (block, p) for block, p in engine._params()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._engine._master(*self._places[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 class Moments(NamedTuple):
@@ -205,10 +220,15 @@ class Engine:
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """FP32 masters by name (copies). A tied weight appears once, under the embedding's name. Flushes first."""
+    def masters(self) -> Mapping[str, Tensor]:
+        """FP32 masters by name, each copied when it is asked for: to write them takes no more memory than the largest does. A
+        tied weight appears once, under the embedding's name. Flushes first; training meanwhile changes what is given later."""
         self.flush()
-        return {p.name: self._master(block.index)[p.offset : p.end].view(p.shape).clone() for block, p in self._params()}
+        return _Masters(self)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`masters`, all of them copied now. Flushes first."""
+        return dict(self.masters())
 
     def streamed_weights(self) -> dict[str, Tensor]:
         """The weights as they go to the device (BF16 or FP32), by name (copies). Flushes first."""
@@ -268,11 +288,10 @@ class Engine:
         """One parameter in one of its block's storages, a view of its shape."""
         return self.memory.named(f"{what}[{block.index}]").view(dtype)[p.offset : p.end].view(p.shape).cpu()
 
-    def _master(self, block: int) -> Tensor:
-        weights = self.memory.named(f"weights[{block}]").cpu()
+    def _master(self, block: BlockSpec, p: ParamSpec) -> Tensor:
         if self.schedule.recipe.precision == "fp32":
-            return weights.view(torch.float32)
-        return join(weights.view(torch.bfloat16), self.memory.named(f"lo[{block}]").cpu().view(torch.int16))
+            return self._plane("weights", block, p, torch.float32).clone()
+        return join(*(self._plane(what, block, p, dtype) for what, dtype in (("weights", torch.bfloat16), ("lo", torch.int16))))
 
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         known = {p.name for _, p in self._params()}
