@@ -7,7 +7,7 @@ compared with plain PyTorch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,11 @@ class CpuBackend:
 
     source: Source = "cpu"
 
-    def __init__(self, schedule: Schedule, counts: UpdateCount, clock: Clock | None = None) -> None:
-        self.schedule, self.memory, self.clock = schedule, Memory(schedule.storages), clock or RealClock()
+    def __init__(
+        self, schedule: Schedule, counts: UpdateCount, clock: Clock | None = None, adopted: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self.schedule, self.clock = schedule, clock or RealClock()
+        self.memory = Memory(schedule.storages, adopted=adopted)
         self.lanes = HostLanes(self.clock, self._enter)
         ops = CpuOps(threads=schedule.plan.adam_threads)
         self.kernels = Kernels(schedule=schedule, memory=self.memory, device=ops, counts=counts)

@@ -54,12 +54,14 @@ class CudaBackend:
 
     source: Source = "cuda"
 
-    def __init__(self, schedule: Schedule, counts: UpdateCount, clock: Clock | None = None) -> None:
+    def __init__(
+        self, schedule: Schedule, counts: UpdateCount, clock: Clock | None = None, adopted: Mapping[str, Tensor] | None = None
+    ) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError("the cuda backend needs a CUDA device")
         configure(schedule.recipe)
         self.schedule, self.clock = schedule, clock or RealClock()
-        self.memory = Memory(schedule.storages, "cuda")
+        self.memory = Memory(schedule.storages, "cuda", adopted)
         self._pinned = [self.memory.named(name) for name in sorted(copied(schedule))]
         for view in self._pinned:
             # At its exact size, and touched before by all threads: faulting pages in is the slow part of pinning.

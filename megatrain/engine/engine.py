@@ -50,6 +50,17 @@ def _close(executor: Executor, backend: CpuBackend | CudaBackend) -> None:
     backend.close()
 
 
+def _schedules(model: ModelSpec, recipe: Recipe, plan: Plan) -> tuple[Schedule, Schedule]:
+    """Training and evaluation, proved. ValueError for a plan that fits neither model nor machine."""
+    cores = len(os.sched_getaffinity(0))
+    if plan.adam_threads > cores:
+        raise ValueError(f"plan.adam_threads: must be at most the {cores} cores there are, got {plan.adam_threads}")
+    schedules = lower(model, recipe, plan), lower_evaluation(model, recipe, plan)
+    for schedule in schedules:
+        check(schedule)
+    return schedules
+
+
 class StagedInputs:
     """Host buffers that batches are laid out in, used in turn: one for each step that may be unfinished, and one to fill."""
 
@@ -146,30 +157,13 @@ class Engine:
         clock: Clock | None = None,
         wrap: Callable[[Any], Backend] = lambda backend: backend,
     ) -> None:
-        cores = len(os.sched_getaffinity(0))
-        if plan.adam_threads > cores:
-            raise ValueError(f"plan.adam_threads: must be at most the {cores} cores there are, got {plan.adam_threads}")
-        self.schedule: Schedule = lower(model, recipe, plan)
-        self.evaluation: Schedule = lower_evaluation(model, recipe, plan)
-        check(self.schedule)
-        check(self.evaluation)
+        self._device, self._tracing, self._clock, self._wrap = device, tracing, clock, wrap
         self._counts = UpdateCount()
-        backend: CpuBackend | CudaBackend
-        if device == "cuda":
-            from megatrain.engine.cuda import CudaBackend
-
-            backend = CudaBackend(self.schedule, self._counts, clock)
-        else:
-            backend = CpuBackend(self.schedule, self._counts, clock)
-        self.memory: Memory = backend.memory
-        self._load(weights)
         self._staged = StagedInputs(model, recipe, STEPS_IN_FLIGHT + 1, pinned=device == "cuda")
-        self._executor = Executor(wrap(backend), tracing=tracing)
-        # Lanes must not outlive the engine, nor run on while the interpreter goes down.
-        self._finalizer = weakref.finalize(self, _close, self._executor, backend)
-        self._steps: list[PartRun] = []
-        self._warm = self._stepped = False
-        self._device, self._rehearsals = device, Counter[str]()
+        schedules = _schedules(model, recipe, plan)
+        backend = self._backend(schedules, {})
+        self._load(weights)
+        self._start(backend)
 
     # ---- training ------------------------------------------------------------------------------------------------------
 
@@ -217,6 +211,32 @@ class Engine:
         """Start recording anew, from the next step on. Flushes first: a trace begins with a prologue."""
         self.flush()
         self._executor.restart_trace()
+
+    def replan(self, plan: Plan) -> None:
+        """Go on under another plan, as if it had been the plan from the start: no bit of the state changes. Flushes first.
+
+        What stays on the host stays where it is; what was on the device passes through the host. The trace begins anew, and
+        `gradients` asks for a step. ValueError for a plan that fits neither model nor machine, RuntimeError or MemoryError where
+        the device has no room; the engine then goes on under the plan it had.
+        """
+        schedules = _schedules(self.schedule.model, self.schedule.recipe, plan)
+        self.flush()
+        before = (self.schedule, self.evaluation)
+        spaces = {storage.name: storage.space for storage in self.schedule.storages}
+        names = [f"{what}[{block.index}]" for block in self.schedule.model.blocks for what in ("weights", "lo", "m", "v")]
+        state = {
+            name: self.memory.named(name) if spaces[name] == "host" else self.memory.named(name).cpu().clone()
+            for name in names
+            if name in self.memory
+        }
+        self._finalizer()
+        del self.memory, self._executor  # their device memory is needed now
+        try:
+            backend = self._backend(schedules, state)
+        except (RuntimeError, MemoryError):
+            self._start(self._backend(before, state))
+            raise
+        self._start(backend)
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
@@ -276,6 +296,32 @@ class Engine:
         self.close()
 
     # ---- inside --------------------------------------------------------------------------------------------------------
+
+    def _backend(self, schedules: tuple[Schedule, Schedule], state: Mapping[str, Tensor]) -> CpuBackend | CudaBackend:
+        """A backend for the schedules, its memory holding `state`: bytes on the host by storage name."""
+        self.schedule, self.evaluation = schedules
+        backend: CpuBackend | CudaBackend
+        if self._device == "cuda":
+            from megatrain.engine.cuda import CudaBackend
+
+            backend = CudaBackend(self.schedule, self._counts, self._clock, state)
+        else:
+            backend = CpuBackend(self.schedule, self._counts, self._clock, state)
+        self.memory: Memory = backend.memory
+        for name, value in state.items():
+            place = self.memory.named(name)
+            if place.data_ptr() != value.data_ptr():
+                place.copy_(value)
+        return backend
+
+    def _start(self, backend: CpuBackend | CudaBackend) -> None:
+        self._executor = Executor(self._wrap(backend), tracing=self._tracing)
+        # Lanes must not outlive the engine, nor run on while the interpreter goes down.
+        self._finalizer = weakref.finalize(self, _close, self._executor, backend)
+        self._steps: list[PartRun] = []
+        self._warm: bool = False  # whether a step has run since the last flush
+        self._stepped: bool = False
+        self._rehearsals: Counter[str] = Counter()
 
     def _context(self, batch: Mapping[str, Tensor]) -> StepContext:
         model, recipe = self.schedule.model, self.schedule.recipe

@@ -10,6 +10,7 @@ Memory starts filled with 0xFF, which is NaN in BF16 and FP32: bytes that were n
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -22,9 +23,12 @@ ALIGN_NBYTES = 256
 
 
 class Memory:
-    """The bytes of a schedule's storages. Dynamic storages (saved activations) have none here: they are opaque handles."""
+    """The bytes of a schedule's storages. Dynamic storages (saved activations) have none here: they are opaque handles.
 
-    def __init__(self, storages: tuple[Storage, ...], device: str = "cpu") -> None:
+    `adopted` are host buffers by storage name, from another schedule's memory: a host storage of that name and size takes it.
+    """
+
+    def __init__(self, storages: tuple[Storage, ...], device: str = "cpu", adopted: Mapping[str, Tensor] | None = None) -> None:
         self.storages = storages
         self._arena = _buffer(sum(_round_up(s.nbytes) for s in storages if s.space == "device" and not s.dynamic), device)
         self._views: list[Tensor | None] = []
@@ -36,7 +40,9 @@ class Memory:
                 self._views.append(self._arena[at : at + storage.nbytes])
                 at += _round_up(storage.nbytes)
             else:
-                self._views.append(_buffer(storage.nbytes, "cpu"))
+                there = (adopted or {}).get(storage.name)
+                fits = there is not None and there.numel() == storage.nbytes
+                self._views.append(there if fits else _buffer(storage.nbytes, "cpu"))
         self._by_address = sorted((view.data_ptr(), i) for i, view in enumerate(self._views) if view is not None and view.numel())
         self._addresses = [address for address, _ in self._by_address]
         self._index = {s.name: i for i, s in enumerate(storages)}
