@@ -159,6 +159,7 @@ class Engine:
     ) -> None:
         self._device, self._tracing, self._clock, self._wrap = device, tracing, clock, wrap
         self._counts = UpdateCount()
+        self._warm = self._stepped = False  # whether a step has run since the last flush, or at all
         self._staged = StagedInputs(model, recipe, STEPS_IN_FLIGHT + 1, pinned=device == "cuda")
         schedules = _schedules(model, recipe, plan)
         backend = self._backend(schedules, {})
@@ -319,8 +320,7 @@ class Engine:
         # Lanes must not outlive the engine, nor run on while the interpreter goes down.
         self._finalizer = weakref.finalize(self, _close, self._executor, backend)
         self._steps: list[PartRun] = []
-        self._warm: bool = False  # whether a step has run since the last flush
-        self._stepped: bool = False
+        self._warm = self._stepped = False
         self._rehearsals: Counter[str] = Counter()
 
     def _context(self, batch: Mapping[str, Tensor]) -> StepContext:
