@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -30,7 +31,7 @@ from megatrain.files import Job, Record, save_record
 from megatrain.hardware import H200
 from megatrain.model import ModelSpec
 from megatrain.optim.constants import step_constants
-from megatrain.optim.kernel import adamw_update
+from megatrain.optim.kernel import Run, adamw_update, bind_threads, prepare_adamw
 from megatrain.optim.master import split as split_master
 from megatrain.optim.norm import n_tiles, norm_partials
 from megatrain.plan import Plan
@@ -414,19 +415,74 @@ def seven_b(device: Device, folder: Path) -> dict[str, Any]:
 
 
 def adam_rates(device: Device, folder: Path) -> dict[str, Any]:
-    """The CPU kernel by threads: GB/s at 26 B a parameter."""
-    n = 1 << (22 if device == "cpu" else 28)
+    """The CPU kernel in GB/s at 26 B a parameter: by threads; at 14 threads, free and bound to cores, by size of an update."""
+    n = 1 << (22 if device == "cpu" else 27)
     hi, lo, g = torch.randn(n).bfloat16(), torch.zeros(n, dtype=torch.int16), torch.randn(n).bfloat16()
     m, v, constants = torch.zeros(n), torch.zeros(n), torch.from_numpy(step_constants(AdamW(), 1))
-    rates: dict[str, Any] = {}
-    for threads in (1, 4, 8, 12, 14, 16):
+
+    def rate(threads: int, size: int) -> float:
+        parts = [slice(at, at + size) for at in range(0, n, size)]
+        updates = [
+            prepare_adamw((hi[c], lo[c]), m[c], v[c], g[c], constants, [Run(0, size, True)], threads=threads) for c in parts
+        ]
         times = []
         for _ in range(4):
             started = time.perf_counter()
-            adamw_update((hi, lo), m, v, g, constants, decayed=True, threads=threads)
+            for update in updates:
+                update()
             times.append(time.perf_counter() - started)
-        rates[str(threads)] = round(26 * n / sorted(times)[1] / 1e9, 1)
-    return rates
+        return round(26 * n / sorted(times)[1] / 1e9, 1)
+
+    usual, cores = 14, sorted(os.sched_getaffinity(0))
+    out: dict[str, Any] = {"by threads": {str(threads): rate(threads, n) for threads in (1, 4, 8, 12, 14, 16)}}
+    for how, bound in (("free", []), ("bound", cores[-usual + 1 :])):
+        bind_threads(bound)
+        out[f"14 threads, {how}, by Mi parameters an update"] = {str(s >> 20): rate(usual, s) for s in (1 << 20, 1 << 21, n)}
+    bind_threads([])
+    return out
+
+
+def host_costs(device: Device, folder: Path) -> dict[str, Any]:
+    """Microseconds: of host time to enqueue what lanes are made of, and until a stream passes a count that the host raised."""
+    if device == "cpu":
+        return {}
+    from megatrain.engine import driver
+
+    stream, there = torch.cuda.Stream(priority=-1), torch.empty(4096, dtype=torch.uint8, device="cuda")
+    here = torch.empty(4096, dtype=torch.uint8, pin_memory=True)
+    event, flag = torch.cuda.Event(), driver.Flag()
+    handle = stream.cuda_stream
+
+    def by_torch() -> None:
+        with torch.cuda.stream(stream):
+            there.copy_(here, non_blocking=True)
+
+    calls: dict[str, Callable[[], object]] = {
+        "copy by the driver": lambda: driver.copy(there.data_ptr(), here.data_ptr(), 4096, handle),
+        "copy by PyTorch": by_torch,
+        "event": lambda: event.record(stream),
+        "wait for a count": lambda: flag.follow(handle, 0),
+    }
+    out: dict[str, Any] = {}
+    for name, call in calls.items():
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(300):
+            call()
+        out[name] = round((time.perf_counter() - started) / 300 * 1e6, 1)
+    torch.cuda.synchronize()
+    late = []
+    for count in range(1, 60):
+        flag.follow(handle, count)
+        event.record(stream)
+        time.sleep(0.002)
+        started = time.perf_counter()
+        flag.set(count)
+        while not event.query():
+            pass
+        late.append((time.perf_counter() - started) * 1e6)
+    late.sort()
+    return out | {"a count is passed after, median": round(late[29], 1), "in 9 of 10": round(late[53], 1)}
 
 
 def tracing(device: Device, folder: Path) -> dict[str, Any]:
@@ -527,7 +583,8 @@ def sanitizer(device: Device, folder: Path) -> dict[str, Any]:
 CHECKS: dict[str, Callable[[Device, Path], dict[str, Any]]] = {
     check.__name__: check
     for check in (
-        predictions, kernels, plain_fp32, near_plain_bf16, seven_b, overlap, bitwise, tracing, sanitizer, adam_rates, fastest
+        predictions, kernels, plain_fp32, near_plain_bf16, seven_b, overlap, bitwise, tracing, sanitizer, adam_rates,
+        host_costs, fastest,
     )
 }  # fmt: skip
 
