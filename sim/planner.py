@@ -110,7 +110,7 @@ def plan_for(
     seeds: Sequence[Plan] = (),
     marginals: bool = True,
 ) -> Planned:
-    """The best plan found for a machine, or for one with `gpu_memory` and `host_memory` bytes in place of the profile's.
+    """The best plan found for a machine, or for one of which no more than `gpu_memory` and `host_memory` bytes may be used.
 
     `seeds` are plans that the winner must not lose to, where they fit; `marginals` whether to ask what more would bring (it takes
     about as long again). Raises Infeasible, and ValueError for a memory of less than a byte and for what lowering refuses.
@@ -313,6 +313,6 @@ def _with_memory(hardware: HardwareProfile, gpu_memory: int | None, host_memory:
             raise ValueError(f"plan_for: {name}: must be an integer >= 1, in bytes, got {value!r}")
     return replace(
         hardware,
-        device_memory_bytes=hardware.device_memory_bytes if gpu_memory is None else gpu_memory,
-        host_memory_bytes=hardware.host_memory_bytes if host_memory is None else host_memory,
+        device_memory_bytes=min(hardware.device_memory_bytes, gpu_memory or hardware.device_memory_bytes),
+        host_memory_bytes=min(hardware.host_memory_bytes, host_memory or hardware.host_memory_bytes),
     )

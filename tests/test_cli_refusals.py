@@ -22,7 +22,7 @@ from tests.commands import Commands, edit, edit_json, job
 
 pytestmark = pytest.mark.usefixtures("world")
 RUN = ("run", "plan.yaml", "--data", "text", "--device", "cpu", "--steps", 1)
-SIMULATE = ("simulate", "plan.yaml", "--hardware", "hw.json", "--steps", 1)
+SIMULATE = ("simulate", "plan.yaml", "--hardware", "hw.json", "--steps", 2)
 
 
 def holds(text: str, *parts: str) -> None:
@@ -186,7 +186,7 @@ def test_a_hardware_file_that_is_no_json(megatrain: Commands) -> None:
         (("simulate", "--model", "model", "--precision", "fp64"), ("--precision", "fp64")),
         (("simulate", "--model", "model", "--gpu-memory", "24G"), ("--gpu-memory", "24G", "24GiB")),
         (("simulate", "--model", "model", "--host-memory", "0"), ("--host-memory", "> 0")),
-        (("simulate", "--model", "model", "--steps", "0"), ("--steps", "1")),
+        (("simulate", "--model", "model", "--steps", "0"), ("--steps", "2")),
         (("simulate", "--model", "model", "--depths", "1-2"), ("--sweep",)),
         (("simulate", "--model", "model", "--sweep", "new", "--depths", "0-2"), ("--depths", "0-2")),
         (("simulate", "--model", "model", "--sweep", "new", "--depths", "1-99999999999"), ("--depths",)),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -50,7 +51,7 @@ def calibrate(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the profile goes (JSON).")],
     device: o.Device = "auto",
     model: o.ModelName = None,
-    budget: Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="For all measurements together.")] = 40.0,
+    budget: Annotated[float, typer.Option(min=1.0, max=3600.0, metavar="SECONDS", help="For all measurements together.")] = 40.0,
     micro_batches: o.MicroBatches = None, batch: o.Batch = None, seq_len: o.SeqLen = None, precision: o.Precision = None,
     compiled: o.Compiled = None, deterministic: o.Deterministic = None,
     as_json: o.Json = False,
@@ -64,7 +65,7 @@ def calibrate(
     """
     from megatrain.catalog import model_spec
 
-    check_file("--out", out, inputs=(Path(model) if model else None,))
+    check_file("--out", out, inputs=o.read_by(None, model, None))
     spec = model_spec(model) if model is not None else None
     with show.progress("load PyTorch"):
         from megatrain.calibrate import calibrate as measure
@@ -101,7 +102,7 @@ def simulate(
     gpu_memory: o.GpuMemory = None, host_memory: o.HostMemory = None,
     micro_batches: o.MicroBatches = None, batch: o.Batch = None, seq_len: o.SeqLen = None, precision: o.Precision = None,
     clip: o.Clip = None, compiled: o.Compiled = None, deterministic: o.Deterministic = None,
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to simulate.")] = 12,
+    steps: Annotated[int, typer.Option(min=2, max=10_000, metavar="N", help="Steps to simulate.")] = 12,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the prediction here (.json or .json.gz).")
     ] = None,
@@ -134,7 +135,7 @@ def simulate(
     elif (depths, chunks) != (_DEPTHS, _CHUNKS):
         raise ValueError("--sweep: is missing; --depths and --chunks say what it sweeps")
     if out is not None:
-        check_file("--out", out, inputs=(job_file,))
+        check_file("--out", out, inputs=o.read_by(job_file, model, hardware))
     job, name, spec = o.job_of(job_file, model)
     machine = o.machine_of(hardware, gpu_memory, host_memory)
     recipe = o.recipe_of(
@@ -145,6 +146,7 @@ def simulate(
         plan = job.plan if job else simple_plan(spec, recipe, machine)
         if sweep is not None:
             cells = o.integers("--depths", depths), o.sizes("--chunks", chunks)
+            refuse_too_large(spec, recipe, replace(plan, weight_slots=min(cells[0])), machine)
             swept(spec, recipe, plan, machine, *cells, sweep, as_json=as_json)
             return
         with show.progress("simulate") as bar:
@@ -158,7 +160,7 @@ def simulate(
         show.json_object(found.figures() | memory | {"out": str(out) if out else None})
         return
     show.pairs(f"{spec.name} on {machine.name}, {recipe.tokens_per_step:,} tokens a step", found.lines())
-    show.lanes(found.facts, steps)
+    show.lanes(found.schedule, found.steady, found.step.mean_ns, found.facts)
     show.memory(book, machine.device_memory_bytes, machine.host_memory_bytes)
     show.notes([*found.record.trace.notes, f"rates: {machine.provenance}"])
     if out is not None:
@@ -192,7 +194,7 @@ def plan(
     from megatrain.cli.predict import usable_seeds
     from sim.planner import explain, plan_for
 
-    check_file("--out", out)
+    check_file("--out", out, inputs=o.read_by(None, model, hardware))
     job, name, spec = o.job_of(job_file, model)
     machine = o.machine_of(hardware, gpu_memory, host_memory)
     recipe = o.recipe_of(

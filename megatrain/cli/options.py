@@ -118,6 +118,12 @@ def job_of(path: Path | None, model: str | None) -> tuple[Job | None, str, Model
     return job, name, model_spec(name)
 
 
+def read_by(job_file: Path | None, model: str | None, hardware: str | None) -> tuple[Path, ...]:
+    """The files a verb reads, as far as its options name them: what it must not write over."""
+    named = [Path(text) for text in (model, hardware) if text is not None] + ([job_file] if job_file is not None else [])
+    return tuple(file for path in named for file in (sorted(path.iterdir()) if path.is_dir() else [path]))
+
+
 def machine_of(hardware: str, gpu_memory: str | None, host_memory: str | None) -> HardwareProfile:
     return cap(
         hardware_profile(hardware),

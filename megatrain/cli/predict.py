@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatrain.catalog import model_spec
 from megatrain.cli import show
-from megatrain.derive import Facts, StepTime, by_cause, derive, step_time
+from megatrain.derive import Facts, StepTime, derive, step_time
 from megatrain.files import Job, Record, write_file
 from megatrain.hardware import HardwareProfile
 from megatrain.model import ModelSpec
@@ -20,6 +20,7 @@ from megatrain.schedule import Schedule, check, lower
 from sim.ledger import Ledger, fits, ledger, shortages
 from sim.planner import Infeasible, default_plan
 from sim.simulate import simulate
+from sim.sweep import Steady, steady
 
 
 class Prediction(NamedTuple):
@@ -47,13 +48,17 @@ class Prediction(NamedTuple):
     def tflops(self) -> float:
         return 6 * self.schedule.model.numel * self.tokens_per_s / 1e12
 
+    @property
+    def steady(self) -> Steady:
+        """What the lanes do in a settled step."""
+        return steady(self.schedule, self.record.trace)
+
     def figures(self) -> dict[str, Any]:
         return {
             "model": self.schedule.model.name, "hardware": self.record.hardware, "step_ns": self.step.mean_ns,
             "spread": self.step.spread, "tokens_per_step": self.schedule.recipe.tokens_per_step,
             "tokens_per_s": self.tokens_per_s, "tflops": self.tflops,
-            "busy": {lane: use.utilisation for lane, use in self.facts.lanes.items()},
-            "stalls_ns": {cause: ns for cause, ns in by_cause(self.facts.stalls["compute"]).items() if ns},
+            "busy": dict(self.steady.busy), "stalls_ns": dict(self.steady.stalls),
             "notes": list(self.record.trace.notes),
         }  # fmt: skip
 

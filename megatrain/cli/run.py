@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from megatrain.calibrate.machine import cpu_name, usable_memory
 from megatrain.catalog import model_spec
 from megatrain.cli import show
 from megatrain.cli.exits import said_of
+from megatrain.cli.options import read_by
 from megatrain.cli.outputs import check_file, check_folder
 from megatrain.cli.predict import now, refuse_too_large
 from megatrain.data import SyntheticData, open_data
@@ -64,7 +66,7 @@ def run_job(
 ) -> Trained:  # fmt: skip
     """The verb. Everything that can be refused is, before a weight is read: outputs, plan, memory, files, data."""
     job = load_job(path)
-    check_file("--out", out, inputs=(path,))
+    check_file("--out", out, inputs=read_by(path, job.model, None))
     model = model_spec(job.model)
     place = chosen_device(device)
     if save is not None:
@@ -171,11 +173,11 @@ def _save_beside(directory: Path, job: Job, model: ModelSpec) -> None:
     for path in found:
         if path.is_file():
             shutil.copyfile(path, directory / path.name)
-    config = directory / "config.json"
-    if source is not None and (source / "config.json").is_file():
-        shutil.copyfile(source / "config.json", config)
-    else:
-        write_file(config, model.config_json.encode())
+    there = source / "config.json" if source is not None else None
+    config = json.loads(there.read_text(encoding="utf-8") if there is not None and there.is_file() else model.config_json)
+    # What is written is FP32, and a library would round it to what the config says.
+    config |= {key: "float32" for key in ("dtype", "torch_dtype") if key in config}
+    write_file(directory / "config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 
 def _batches(data: str, job: Job, model: ModelSpec, tokenizer: Path | None, seed: int) -> tuple[Batches, str]:

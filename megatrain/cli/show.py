@@ -19,7 +19,9 @@ from megatrain.files import format_bytes
 if TYPE_CHECKING:
     from megatrain.derive import Facts
     from megatrain.hardware import HardwareProfile
+    from megatrain.schedule import Schedule
     from sim.ledger import Ledger
+    from sim.sweep import Steady
 
 # Nothing here is mark-up: paths, names of models and of ops may hold brackets.
 out = Console(highlight=False, markup=False, emoji=False)
@@ -98,19 +100,17 @@ def memory(found: Ledger, device_has: int, host_has: int) -> None:
     rows("Largest in a step", ["what", "space", "bytes"], [[i.what, i.space, format_bytes_short(i.nbytes)] for i in step[:10]])
 
 
-def lanes(facts: Facts, steps: int) -> None:
-    """Each lane's busy time and bytes, a step, and the compute lane's stalls by cause."""
-    from megatrain.derive import by_cause
-
+def lanes(schedule: Schedule, steady: Steady, step_ns: int, facts: Facts) -> None:
+    """What each lane does in a settled step, what the compute lane waits for in it, and how much of the copies is hidden."""
+    written = dict.fromkeys(steady.busy, 0)
+    for op in schedule.body.ops:
+        written[op.lane] += op.nbytes
     body = [
-        [lane, seconds(use.busy_ns / steps), f"{use.utilisation:.0%}", format_bytes_short(use.nbytes // steps)]
-        for lane, use in facts.lanes.items()
+        [lane, seconds(share * step_ns), f"{share:.0%}", format_bytes_short(written[lane])] for lane, share in steady.busy.items()
     ]
-    rows("Lanes, a step", ["lane", "busy", "of the time", "bytes"], body)
-    stalls = {cause: ns for cause, ns in by_cause(facts.stalls["compute"]).items() if ns}
-    if stalls:
-        ordered = sorted(stalls.items(), key=lambda item: -item[1])
-        rows("The compute lane waits, a step", ["for", "time"], [[cause, seconds(ns / steps)] for cause, ns in ordered])
+    rows("Lanes, a step", ["lane", "busy", "of the time", "written"], body)
+    if steady.stalls:
+        rows("The compute lane waits, a step", ["for", "time"], [[cause, seconds(ns)] for cause, ns in steady.stalls.items()])
     shares = [[lane, f"{overlap.fraction:.0%}"] for lane, overlap in facts.overlap.items()]
     if shares:
         rows("Copies under compute", ["lane", "share"], shares)

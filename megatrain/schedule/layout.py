@@ -55,6 +55,7 @@ def norm_tiles(block: BlockSpec) -> int:
 def place_blocks(model: ModelSpec, recipe: Recipe, plan: Plan) -> tuple[BlockPlace, ...]:
     """Every block with its placement, chunks and partials. ValueError for a plan key that names a layer the model lacks."""
     _check_layers(model, plan)
+    _check_size(model, recipe, plan)
     per_chunk = plan.chunk_bytes // DTYPE_NBYTES[recipe.precision] // ALIGN_ELEMENTS * ALIGN_ELEMENTS
     places, tile = [], 0
     for spec in model.blocks:
@@ -77,6 +78,23 @@ def place_blocks(model: ModelSpec, recipe: Recipe, plan: Plan) -> tuple[BlockPla
 def _cut(span: int, step: int) -> Iterator[tuple[int, int]]:
     for start in range(0, span, step):
         yield start, min(span, start + step)
+
+
+MOST_OPS = 2_000_000
+"""A schedule of more ops in a step is refused before it takes all memory there is; useful ones have thousands."""
+
+
+def _check_size(model: ModelSpec, recipe: Recipe, plan: Plan) -> None:
+    passes = 3 * len(model.blocks) * recipe.micro_batches
+    if passes > MOST_OPS:
+        raise ValueError(f"recipe.micro_batches: {recipe.micro_batches} make about {passes:,} ops a step, more than {MOST_OPS:,}")
+    nbytes = sum(block.span for block in model.blocks) * DTYPE_NBYTES[recipe.precision]
+    chunks = nbytes // max(256, plan.chunk_bytes) if plan.chunk_bytes else 0
+    if 4 * chunks > MOST_OPS:
+        raise ValueError(
+            f"plan.chunk_bytes: {plan.chunk_bytes} cut the model into {chunks:,} chunks, about {4 * chunks:,} ops a step, more"
+            f" than {MOST_OPS:,}; use larger chunks"
+        )
 
 
 def _check_layers(model: ModelSpec, plan: Plan) -> None:
