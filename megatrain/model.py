@@ -260,6 +260,10 @@ _FACTORS = ("pretraining_tp", "embedding_multiplier", "residual_multiplier", "lo
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop")
 
 
+MOST_LAYERS = 10_000
+"""Far more than any model has; a number beyond is a slip, and a list of that many blocks would take all memory there is."""
+
+
 def _from_config(raw: Mapping[str, Any], name: str) -> ModelSpec:
     architecture = _architecture(raw)
     config = {key: raw.get(key, default) for key, default in _DEFAULTS[architecture].items()}
@@ -267,6 +271,8 @@ def _from_config(raw: Mapping[str, Any], name: str) -> ModelSpec:
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         _require_size(key, config[key])
     _require_size("max_position_embeddings", config["max_position_embeddings"])
+    if config["num_hidden_layers"] > MOST_LAYERS:
+        raise _refuse("num_hidden_layers", f"must be at most {MOST_LAYERS:,}", config["num_hidden_layers"])
     hidden_size, n_heads, vocab_size = config["hidden_size"], config["num_attention_heads"], config["vocab_size"]
     if config["num_key_value_heads"] is None:
         config["num_key_value_heads"] = n_heads

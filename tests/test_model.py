@@ -358,3 +358,8 @@ def test_the_nouns_import_neither_torch_nor_transformers() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
     )
     assert out.stdout.split() == ["False", "False"]
+
+
+def test_more_layers_than_any_model_has_are_refused_before_they_are_made() -> None:
+    with pytest.raises(ValueError, match=r"num_hidden_layers.*at most 10,000.*1000000000"):
+        ModelSpec.from_config(tiny("llama", num_hidden_layers=10**9), name="slip")
