@@ -160,10 +160,10 @@ class Engine:
         self._device, self._tracing, self._clock, self._wrap = device, tracing, clock, wrap
         self._counts = UpdateCount()
         self._warm = self._stepped = False  # whether a step has run since the last flush, or at all
-        self._staged = StagedInputs(model, recipe, STEPS_IN_FLIGHT + 1, pinned=device == "cuda")
         schedules = _schedules(model, recipe, plan)
         backend = self._backend(schedules, {})
         self._load(weights)
+        self._staged = StagedInputs(model, recipe, STEPS_IN_FLIGHT + 1, pinned=device == "cuda")
         self._start(backend)
 
     # ---- training ------------------------------------------------------------------------------------------------------
