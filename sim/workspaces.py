@@ -129,9 +129,8 @@ def _backward(model: ModelSpec, recipe: Recipe, saved: int, scores: int) -> int:
 def _loss(model: ModelSpec, recipe: Recipe, *, on_host: bool) -> int:
     """The head: of a tile of t tokens, logits in the type of the computation and in FP32 ((4 + n) t V; 4 t V if these are one).
 
-    The exponents of a tile and its rounded gradient keep their names while the next tile's logits are made, so from the second
-    tile on twice that is live. Beside it: one product of `HEAD_ROWS` rows in FP32 (the cpu backend widens both operands), the
-    tile's hidden gradient and norm, and the gradient of all hidden rows.
+    Beside it: one product of `HEAD_ROWS` rows in FP32 (the cpu backend widens both operands), the tile's hidden gradient and
+    norm, and the gradient of all hidden rows.
     """
     n, tokens = DTYPE_NBYTES[recipe.precision], recipe.tokens_per_micro_batch
     tile, hidden, rows = min(recipe.loss_tile, tokens), model.hidden_size, min(HEAD_ROWS, model.vocab_size)
@@ -139,8 +138,7 @@ def _loss(model: ModelSpec, recipe: Recipe, *, on_host: bool) -> int:
     product = 4 * rows * hidden + n * tile * hidden
     if on_host:
         product += 4 * tile * (rows + hidden) if n < 4 else 0
-    live = logits + max(logits if tokens > tile else 0, product)
-    return live + tile * hidden * (8 + 2 * n) + tokens * hidden * n
+    return logits + product + tile * hidden * (8 + 2 * n) + tokens * hidden * n
 
 
 def _embedding_backward(model: ModelSpec, recipe: Recipe) -> int:

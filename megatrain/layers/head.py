@@ -78,6 +78,7 @@ class HeadTemplate:
                 dh = dz @ matrix
             dx[part], dnorm = torch.autograd.grad(h, (row_leaf, norm_leaf), dh)
             accumulate([grads[0]], [dnorm], overwrite)
+            del losses, exponents, dz  # else they are there still while the next tile's logits are made
         return loss / max(n_valid, 1), dx.view_as(x)
 
     @torch.no_grad()

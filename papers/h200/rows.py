@@ -1,0 +1,245 @@
+"""The rows of the speed table: `python -m papers.h200.rows plan [names ...]` chooses plans, `... measure [names ...]` runs them.
+
+A row is a model, the GPU memory that may be used, tokens a step and a recipe. Plans are chosen by the planner with
+`results/calibrated.json` and committed under `plans/`, so that what was measured can be read. `measure` runs rows one after the
+other on one GPU and appends one JSON line a row to DIR/rows.jsonl; `python -m papers.h200.table` makes the table of these.
+
+GPU memory is what a process beside this one sees: the largest use by all processes during the row, less what was used before this
+process made its context. Host memory is the largest resident size of this process during the row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from megatrain.derive import by_cause, derive
+from megatrain.engine.engine import Engine
+from megatrain.files import Job, load_hardware, load_job, save_job
+from megatrain.model import ModelSpec
+from megatrain.recipe import Recipe
+from papers.h200.checks import CALIBRATED, Device, RandomWeights, batches, qwen, segments
+from sim.planner import explain, plan_for
+
+PLANS = Path(__file__).with_name("plans")
+HOST_MEMORY = 120 << 30
+WARM, MEASURED = 4, 6
+"""Steps before the first measured one (the third may still capture graphs), and measured ones."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What is promised: `limit_s` seconds a step at most. `gpu_memory_gib` None: all there is."""
+
+    model: str
+    gpu_memory_gib: int | None
+    tokens: int
+    limit_s: float
+    clipping: bool = True
+    deterministic: bool = False
+    micro_batches: int = 1
+    loss_tile: int = 4096
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(
+            micro_batches=self.micro_batches, micro_batch_size=self.tokens // 1024 // self.micro_batches, seq_len=1024,
+            clip_norm=1.0 if self.clipping else None, compiled=True, loss_tile=self.loss_tile,
+            deterministic=self.deterministic,
+        )  # fmt: skip
+
+
+ROWS: dict[str, Row] = {
+    "7b-all-4096": Row(model="7B", gpu_memory_gib=None, tokens=4096, limit_s=0.42),
+    "7b-all-16384": Row(model="7B", gpu_memory_gib=None, tokens=16384, limit_s=1.45),
+    "7b-all-16384-deterministic": Row(
+        model="7B", gpu_memory_gib=None, tokens=16384, limit_s=1.45 * 1.06, deterministic=True
+    ),
+    "7b-all-65536": Row(model="7B", gpu_memory_gib=None, tokens=65536, limit_s=6.0, micro_batches=4),
+    "7b-24-16384": Row(model="7B", gpu_memory_gib=24, tokens=16384, limit_s=2.6, loss_tile=1024),
+    "7b-24-16384-deterministic": Row(
+        model="7B", gpu_memory_gib=24, tokens=16384, limit_s=2.6 * 1.06, loss_tile=1024, deterministic=True
+    ),
+    "7b-24-16384-unclipped": Row(model="7B", gpu_memory_gib=24, tokens=16384, limit_s=2.1, loss_tile=1024, clipping=False),
+    "7b-24-65536": Row(model="7B", gpu_memory_gib=24, tokens=65536, limit_s=6.4, micro_batches=4, loss_tile=1024),
+}  # fmt: skip
+"""The limit of a deterministic row is 6% above that of the fastest recipe."""
+
+
+def plan(name: str) -> None:
+    """Choose the row's plan and write it; what the planner says of it stands beside it."""
+    row, hardware = ROWS[name], load_hardware(CALIBRATED)
+    memory = None if row.gpu_memory_gib is None else row.gpu_memory_gib << 30
+    planned = plan_for(
+        qwen(row.model, "cuda"), row.recipe, hardware, gpu_memory=memory, host_memory=HOST_MEMORY, marginals=False
+    )
+    PLANS.mkdir(exist_ok=True)
+    save_job(PLANS / f"{name}.yaml", Job(model=f"qwen2.5-{row.model.lower()}", recipe=row.recipe, plan=planned.plan))
+    (PLANS / f"{name}.txt").write_text(explain(planned) + "\n")
+    print(f"{name}: {planned.step_ns / 1e9:.3f} s, at most {row.limit_s:.3g}")
+
+
+class Watcher:
+    """A process beside this one that sees what the GPU has left, whoever took it, every few milliseconds."""
+
+    CODE = (
+        "import select, sys, torch\n"
+        "print(torch.cuda.mem_get_info()[0], flush=True)\n"
+        "least, host, statm = 1 << 60, 0, f'/proc/{sys.argv[1]}/statm'\n"
+        "while True:\n"
+        "    least = min(least, torch.cuda.mem_get_info()[0])\n"
+        "    host = max(host, int(open(statm).read().split()[1]) * 4096)\n"
+        "    if select.select([sys.stdin], [], [], 0.002)[0]:\n"
+        "        if not sys.stdin.readline(): break\n"
+        "        print(least, host, flush=True)\n"
+        "        least, host = 1 << 60, 0\n"
+    )
+
+    def __init__(self, device: Device) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        if device == "cuda":
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", self.CODE, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            assert self._process.stdout is not None
+            self._free = int(self._process.stdout.readline())
+
+    def peaks(self) -> tuple[int, int]:
+        """(GPU, host) bytes in use at most since this was last asked."""
+        if self._process is None:
+            return 0, 0
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        least, host = map(int, self._process.stdout.readline().split())
+        return self._free - least, host
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+
+def measure(name: str, device: Device, watcher: Watcher, commit: str) -> dict[str, Any]:
+    """Run a row: figures of the steady steps, every loss, whether every block was updated, memory."""
+    row, job = ROWS[name], load_job(PLANS / f"{name}.yaml")
+    model, recipe, plan = qwen(row.model, device), job.recipe, job.plan
+    if device == "cpu":
+        model, recipe, plan = rehearsal(model, recipe, job)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    watcher.peaks()
+    started = time.perf_counter()
+    with Engine(model, recipe, plan, RandomWeights(model, device), device=device) as engine:
+        ready_s = time.perf_counter() - started
+        before = checksums(engine)
+        data = batches(model, recipe, WARM + MEASURED)
+        losses = [engine.step(batch).loss for batch in data[:WARM]]
+        warm_s = time.perf_counter() - started
+        engine.restart_trace()
+        at_start = segments(device)
+        results = [engine.step(batch) for batch in data[WARM:]]
+        losses += [result.loss for result in results]
+        norms = [result.norm for result in results]
+        trace = engine.trace()
+        at_end = segments(device)
+        changed = [a != b for a, b in zip(before, checksums(engine), strict=True)]
+        gpu, host = watcher.peaks()
+        facts = derive(engine.schedule, trace)
+        # The first traced step is the prologue, with no update pending: no steady one.
+        times = [ns / 1e9 for ns in facts.step_times_ns]
+        steady = sorted(times)
+        expected = engine.schedule.digests()
+        step_s = statistics.median(steady)
+        numel = sum(block.numel for block in model.blocks)
+        busy = derive_busy(facts)
+        return {
+            "row": name, "model": row.model, "gpu_memory_gib": row.gpu_memory_gib, "tokens": recipe.tokens_per_step,
+            "clipping": row.clipping, "deterministic": row.deterministic, "step_s": round(step_s, 4),
+            "spread": [round(steady[0], 4), round(steady[-1], 4)], "steps_s": [round(t, 4) for t in times],
+            "tflops_6n": round(6 * numel * recipe.tokens_per_step / step_s / 1e12, 1),
+            "gpu_peak_gib": round(gpu / 2**30, 3), "host_peak_gib": round(host / 2**30, 3), "commit": commit,
+            "limit_s": row.limit_s, "losses": [round(x, 4) for x in losses], "norms": [round(x, 4) for x in norms],
+            "every block updated": all(changed), "digests equal": list(trace.digests) == [expected[p] for p in trace.parts],
+            "segments flat": at_start == at_end, "ready_s": round(ready_s, 1), "warm_s": round(warm_s, 1), **busy,
+            "allocator_gib": round(torch.cuda.max_memory_reserved() / 2**30, 3) if device == "cuda" else None,
+            "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if device == "cuda" else None,
+        }  # fmt: skip
+
+
+def derive_busy(facts: Any) -> dict[str, Any]:
+    """Where time went: lanes, who waited for whom, and the time of ops by kind (of all recorded steps)."""
+    kinds: dict[str, list[int]] = {}
+    for placed, event in zip(facts.run.placed, facts.run.events, strict=True):
+        if placed.op.lane == "compute":
+            kind = placed.op.kind if placed.op.block != 0 else f"{placed.op.kind} embedding"
+            kinds.setdefault(kind, []).append(event.end_ns - event.start_ns)
+    return {
+        "utilisation": {lane: round(use.utilisation, 4) for lane, use in facts.lanes.items()},
+        "compute stalls, s": {k: round(ns / 1e9, 4) for k, ns in by_cause(facts.stalls["compute"]).items() if ns},
+        "compute ops, ms": {k: [len(v), round(statistics.median(v) / 1e6, 3)] for k, v in kinds.items()},
+        "GB/s while busy": {k: round(use.nbytes / max(1, use.busy_ns), 2) for k, use in facts.lanes.items()},
+    }
+
+
+def checksums(engine: Engine) -> list[int]:
+    """One number a block of its streamed weights: a sum of their bits."""
+    engine.flush()
+    blocks = engine.schedule.model.blocks
+    return [int(engine.memory.named(f"weights[{block.index}]").view(torch.int16).sum(dtype=torch.int64)) for block in blocks]
+
+
+def rehearsal(model: ModelSpec, recipe: Recipe, job: Job) -> tuple[ModelSpec, Recipe, Any]:
+    """The same kind of row at a size that a laptop's cores run; the plan without what names layers that are not there."""
+    small = dataclasses.replace(recipe, micro_batch_size=2, seq_len=16, compiled=False, loss_tile=16)
+    return model, small, dataclasses.replace(job.plan, placement={"default": "streamed"}, activations={}, adam_threads=2)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["plan", "measure"])
+    parser.add_argument("rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)}; all by default")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--commit", default="")
+    options = parser.parse_intermixed_args()
+    names = options.rows or list(ROWS)
+    if options.what == "plan":
+        for name in names:
+            plan(name)
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    with Watcher(options.device) as watcher, (options.out / "rows.jsonl").open("a") as log:
+        for name in names:
+            try:
+                found = measure(name, options.device, watcher, options.commit)
+            except Exception as error:
+                traceback.print_exc()
+                found = {"row": name, "error": f"{type(error).__name__}: {error}"[:2000]}
+                failed += 1
+            print(json.dumps(found), flush=True)
+            log.write(json.dumps(found) + "\n")
+            log.flush()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
