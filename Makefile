@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install test check demo soak bench clean
+.PHONY: install test check demo soak bench h200-table clean
 
 install: $(VENV)/installed
 
@@ -37,6 +37,10 @@ soak: install
 
 bench: install
 	$(BIN)/python -m sim.bench
+
+# The speed table of the rows that were measured on one H200; refused where the code has changed since.
+h200-table: install
+	$(BIN)/python -m papers.h200.table
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

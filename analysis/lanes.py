@@ -24,13 +24,15 @@ from megatrain.schedule.nouns import LANES, Kind, Lane
 
 KIND_COLOURS: dict[Kind, str] = {
     "input": "#332288", "load": "#88ccee", "forward": "#44aa99", "backward": "#117733", "loss": "#ddcc77", "pack": "#999933",
-    "save": "#aa4499", "update": "#cc6677", "clip": "#882255", "constants": "#777777", "report": "#bbbbbb",
+    "stash": "#661100", "fetch": "#6699cc", "save": "#aa4499",
+    "update": "#cc6677", "clip": "#882255", "constants": "#777777", "report": "#bbbbbb",
 }  # fmt: skip
 # A cause has the colour of the kind that is waited for.
 CAUSE_COLOURS: dict[Cause, str] = {
     "weights late": KIND_COLOURS["load"], "gradient slot busy": KIND_COLOURS["save"], "update late": KIND_COLOURS["update"],
     "input late": KIND_COLOURS["input"], "issue late": KIND_COLOURS["constants"], "step boundary": KIND_COLOURS["clip"],
     "compute busy": KIND_COLOURS["forward"], "gradients late": KIND_COLOURS["pack"],
+    "activations late": KIND_COLOURS["fetch"],
 }  # fmt: skip
 _HATCH = "////"
 _VISIBLE_PX = 0.5

@@ -18,8 +18,10 @@ The cause follows from the kind of that op, and, for ops further back on the cha
 
     load                            weights late
     input                           input late; also the time an input could have run and did not: the batch was not there
-    update                          update late; behind a save: gradient slot busy (it holds the host slot)
+    update, load[state],
+    save[state]                     update late; behind a save: gradient slot busy (it holds the host slot)
     save                            gradient slot busy; behind an update: update late (its gradient was still under way)
+    fetch, stash                    activations late: a layer's input is not back, or the slot it would go to is not free
     clip, constants, save[norm],
     load[constants]                 step boundary, and so is all that these waited for: the norm needs every gradient
     any op that was late to start   issue late
@@ -42,19 +44,20 @@ from megatrain.trace import Event, Trace
 
 Cause = Literal[
     "weights late", "gradient slot busy", "update late", "input late", "issue late", "step boundary",
-    "compute busy", "gradients late",
+    "activations late", "compute busy", "gradients late",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 _CAUSE_OF_KIND: dict[Kind, Cause] = {
     "load": "weights late", "input": "input late", "update": "update late", "save": "gradient slot busy",
     "clip": "step boundary", "constants": "step boundary", "report": "step boundary",
+    "stash": "activations late", "fetch": "activations late",
 }  # fmt: skip
 _BOUNDARY_COPIES = ("norm", "constants")
 # Behind an op of one cause, an op of a higher rank brings its own, one of the same or a lower rank inherits; rank 0 always
 # brings its own.
 _RANK: dict[Cause, int] = {
-    "weights late": 0, "input late": 0, "compute busy": 0,
+    "weights late": 0, "input late": 0, "activations late": 0, "compute busy": 0,
     "update late": 1, "gradient slot busy": 1, "gradients late": 1,
     "step boundary": 2,
 }  # fmt: skip
@@ -349,6 +352,8 @@ def _cause(op: Op, held_up: Op, behind: Cause | None) -> Cause:
     own = _CAUSE_OF_KIND[op.kind]
     if op.what in _BOUNDARY_COPIES:
         own = "step boundary"
+    elif op.what == "state":
+        own = "update late"
     elif op.kind == "save" and held_up.lane == "cpu":
         own = "gradients late"
     if behind is None or _RANK[own] == _RANK[behind] == 0 or _RANK[own] > _RANK[behind]:

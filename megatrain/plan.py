@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar, get_args
 
-Placement = Literal["streamed", "device_weights", "resident"]
-Activations = Literal["recompute", "keep"]
+Placement = Literal["streamed", "device_weights", "streamed_adam", "resident"]
+Activations = Literal["recompute", "keep", "offload"]
+SLOTS = ("weight_slots", "vocab_slots", "gradient_slots", "host_gradient_slots", "state_slots", "input_slots")
 UpdatePolicy = Literal["after", "during_backward", "next_forward"]
 _Choice = TypeVar("_Choice", bound=str)
 
@@ -25,13 +26,16 @@ class Plan:
     """How one recipe is executed.
 
     `placement` says where a block's state lives: on the host, its weights passing through slots (`streamed`); on the host, with a
-    copy of the streamed weights that stays on the device and is refreshed once a step (`device_weights`); on the device
-    (`resident`).
+    copy of the streamed weights that stays on the device and is refreshed once a step (`device_weights`); on the host, streamed
+    through the device for its update, which leaves the CPU to other blocks (`streamed_adam`); on the device (`resident`).
+    `activations` says what a decoder layer's backward finds: its input on the device (`recompute`), its input on the host, from
+    where it comes back (`offload`), or all that its forward saved (`keep`).
     `weight_slots` (layers) and `vocab_slots` (embedding and head) are the device buffers streamed weights pass through;
     `gradient_slots` the device buffers packed gradients wait in; `host_gradient_slots` the host buffers under
-    `during_backward` (under the other policies every block has its own). A chunk is `chunk_bytes` of streamed weights: the
-    grain of transfers and updates, rounded down to whole multiples of 128 elements but never below 128 (256 bytes in bf16, 512 in
-    fp32); 0 means a whole block. `adam_threads` is the CPU optimizer's thread count.
+    `during_backward` (under the other policies every block has its own); `state_slots` the device buffers that a chunk of
+    `streamed_adam` passes through, with all its planes; `input_slots` those that inputs of offloaded layers pass through. A chunk
+    is `chunk_bytes` of streamed weights: the grain of transfers and updates, rounded down to whole multiples of 128 elements but
+    never below 128 (256 bytes in bf16, 512 in fp32); 0 means a whole block. `adam_threads` is the CPU optimizer's thread count.
     """
 
     placement: Mapping[str, Placement] = field(default_factory=lambda: {"default": "streamed"})
@@ -41,12 +45,16 @@ class Plan:
     vocab_slots: int = 1
     gradient_slots: int = 2
     host_gradient_slots: int = 2
+    state_slots: int = 2
+    input_slots: int = 2
     chunk_bytes: int = 32 << 20
     adam_threads: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("weight_slots", "vocab_slots", "gradient_slots", "host_gradient_slots", "adam_threads"):
-            _require(name, getattr(self, name), is_count(getattr(self, name), 1), "an integer >= 1")
+        for name in (*SLOTS, "adam_threads"):
+            # A layer reads its input while it writes the next one's.
+            least = 2 if name == "input_slots" else 1
+            _require(name, getattr(self, name), is_count(getattr(self, name), least), f"an integer >= {least}")
         _require("chunk_bytes", self.chunk_bytes, is_count(self.chunk_bytes, 0), "an integer >= 0 (0: whole blocks)")
         _require("update", self.update, self.update in get_args(UpdatePolicy), f"one of {get_args(UpdatePolicy)}")
         for name, values in (("placement", get_args(Placement)), ("activations", get_args(Activations))):
@@ -63,7 +71,7 @@ class Plan:
         return _look_up(self.placement, kind, layer, "streamed")
 
     def activations_of(self, layer: int) -> Activations:
-        """Whether a decoder layer keeps what its forward saved, or only its input. The embedding and head save nothing."""
+        """What a decoder layer keeps for its backward, and where. The embedding and head save nothing."""
         return _look_up(self.activations, "layer", layer, "recompute")
 
 

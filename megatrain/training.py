@@ -18,7 +18,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from megatrain.engine.engine import STEPS_IN_FLIGHT, Engine, StepResult
+from megatrain.engine.engine import STEPS_IN_FLIGHT, Engine, MemoryUse, StepResult
 from megatrain.files import StepFigures
 from megatrain.model import ModelSpec
 from megatrain.plan import Plan
@@ -35,12 +35,14 @@ OnStep = Callable[[int, StepFigures, str | None], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
     """`steps` has each step's figures, `seconds` being the time since the one before was known (since the start, for the first).
-    `trace` covers the steps from `traced_from` on, as many as a trace holds; None if tracing was off."""
+    `trace` covers the steps from `traced_from` on, as many as a trace holds; None if tracing was off. `memory` is what the engine
+    took when the third step, or the last of fewer, was known."""
 
     steps: tuple[StepFigures, ...]
     skipped: int
     trace: Trace | None
     traced_from: int
+    memory: MemoryUse
 
 
 def warm_up(steps: int) -> int:
@@ -73,19 +75,22 @@ def train(
     figures: list[StepFigures] = []
     skipped = 0
     pending: deque[StepResult] = deque()
+    memory: MemoryUse | None = None
 
     with Engine(model, recipe, plan, weights, device=device, tracing=tracing) as engine:
         on_ready()
         known_at = time.perf_counter()
 
         def read() -> None:
-            nonlocal known_at, skipped
+            nonlocal known_at, skipped, memory
             result = pending.popleft()
             loss, norm, why = result.loss, result.norm, result.skipped
             now = time.perf_counter()
             figures.append(StepFigures(loss, norm, now - known_at))
             known_at = now
             skipped += why is not None
+            if len(figures) == min(steps, WARM_UP):
+                memory = engine.memory_use()
             on_step(len(figures) - 1, figures[-1], why)
 
         for step in range(steps):
@@ -101,4 +106,5 @@ def train(
         trace = engine.trace() if tracing else None
         engine.flush()  # whether or not reading the trace did
         at_end(engine)
-    return Trained(steps=tuple(figures), skipped=skipped, trace=trace, traced_from=first_traced)
+    assert memory is not None
+    return Trained(steps=tuple(figures), skipped=skipped, trace=trace, traced_from=first_traced, memory=memory)

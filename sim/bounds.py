@@ -10,7 +10,8 @@ streamed and recomputed, one resident and kept; so the costs are those of `sim.c
 only lowers a bound: start-up of copies, clip and constants, chunking, contention, and all waiting.
 
 Loads: a layer's weights go up for its forward and again for its backward, but for those that stay on the device and those that
-still lie in a slot at the turn.
+still lie in a slot at the turn. A block that passes through the device for its update brings low halves and moments up, and all
+its planes down.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megatrain.model import ModelSpec
 from megatrain.plan import Plan
 from megatrain.recipe import Recipe
 from megatrain.schedule import lower
+from megatrain.schedule.layout import state_planes
 from sim.cost import NS_PER_S, Work, adam_bytes_per_s, alone_ns, works
 
 
@@ -29,7 +31,7 @@ class StepBounds:
     """Bounds for plans of one (model, recipe, hardware)."""
 
     def __init__(self, model: ModelSpec, recipe: Recipe, hardware: HardwareProfile) -> None:
-        self.model, self.hardware = model, hardware
+        self.model, self.recipe, self.hardware = model, recipe, hardware
         # (kind, block, whether resident and kept) -> what the ops of this kind on this block take together.
         self._ns: dict[tuple[str, int, bool], int] = defaultdict(int)
         self._adam_bytes: dict[tuple[int, bool], int] = defaultdict(int)
@@ -51,7 +53,7 @@ class StepBounds:
         """No settled step of the plan is shorter."""
         blocks = self.model.blocks
         placed = [plan.placement_of(b.kind, b.layer) for b in blocks]
-        resident = [where == "resident" for where in placed]
+        resident, passing = ([where == what for where in placed] for what in ("resident", "streamed_adam"))
         kept = [b.layer is not None and plan.activations_of(b.layer) == "keep" for b in blocks]
         on_host = [i for i, there in enumerate(resident) if not there]
         threads = min(plan.adam_threads, self.hardware.cores)
@@ -65,11 +67,16 @@ class StepBounds:
         forward = sum([self._ns["forward", i, False] for i in every])
         backward = sum([self._ns["backward", i, kept[i]] + self._ns["pack", i, False] for i in every])
         turn = self._ns["loss", -1, False] + backward
-        cpu, resident_updates = updates(on_host, False), updates([i for i in every if resident[i]], True)
+        cpu = updates([i for i in on_host if not passing[i]], False)
+        resident_updates = updates([i for i in every if resident[i] or passing[i]], True)
         up = self._ns["input", -1, False] + sum([self._ns["load", i, False] for i in on_host])
-        layers = [i for i in on_host if blocks[i].kind == "layer" and placed[i] == "streamed"]
+        layers = [i for i in on_host if blocks[i].kind == "layer" and placed[i] in ("streamed", "streamed_adam")]
         up += sum([self._ns["load", i, False] for i in layers[: max(0, len(layers) - plan.weight_slots)]])
-        down = sum([self._ns["save", i, False] for i in on_host])
+        down = sum([self._ns["save", i, False] for i in on_host if not passing[i]])
+        through = sum([blocks[i].span for i in every if passing[i]])
+        sizes = dict(state_planes(self.recipe))
+        up += through * (sum(sizes.values()) - sizes["weights"]) * NS_PER_S // self.hardware.h2d.peak_bytes_per_s
+        down += through * sum(sizes.values()) * NS_PER_S // self.hardware.d2h.peak_bytes_per_s
         bounds = [forward + turn + resident_updates, cpu, up, down]
         if plan.update == "next_forward":
             bounds.append(cpu + turn)

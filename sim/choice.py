@@ -1,9 +1,10 @@
 """Choices: plans in few numbers, which is what the planner's search moves among.
 
-How many layers are resident and how many keep their activations, and where these lie among the layers; slots, chunk, update
-policy, threads. Layers are alike, so their number and rough place say nearly all. Where: the first layers' gradients come
-last and their weights are needed first, so these gain most from being resident; spread evenly, resident layers give the link time
-to bring the others. Plans beyond this (a table of single layers) are written by hand, and can be seeds of the search.
+How many layers are resident, how many pass through the device for their update, how many keep their activations or offload
+their inputs, and where these lie among the layers; slots, chunk, update policy, threads. Layers are alike, so their number and
+rough place say nearly all. Where: the first layers' gradients come last and their weights are needed first, so these gain most
+from being resident; spread evenly, resident layers give the link time to bring the others. Plans beyond this (a table of single
+layers) are written by hand, and can be seeds of the search.
 """
 
 from __future__ import annotations
@@ -24,18 +25,28 @@ LANE_CORES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A plan in few numbers. `resident` and `kept` count layers; `resident_at` and `kept_at` say which. `staying` counts layers,
-    the first that are not resident, whose weights stay on the device."""
+    """A plan in few numbers. `resident` and `kept` count layers; `resident_at` and `kept_at` say which.
+
+    `passing` and `passing_at` say which of the layers that are not resident are updated on their way through the device. If these
+    are the first, their updates and the forward begin as soon as the norm is known, while the CPU updates those behind; spread
+    among the others, they leave the CPU time as gradients come. `staying` counts layers, the first of what is left, whose weights
+    stay on the device, `offloaded` the first of those not kept whose inputs wait on the host.
+    """
 
     update: UpdatePolicy
     adam_threads: int
-    embedding: bool = False
-    head: bool = False
+    embedding: Placement = "streamed"
+    head: Placement = "streamed"
     resident: int = 0
     resident_at: Where = "first"
+    passing: int = 0
+    passing_at: Where = "first"
     staying: int = 0
     kept: int = 0
     kept_at: Where = "last"
+    offloaded: int = 0
+    state_slots: int = 2
+    input_slots: int = 2
     weight_slots: int = 1
     vocab_slots: int = 1
     gradient_slots: int = 1
@@ -44,25 +55,40 @@ class Choice:
 
     def plan(self, n_layers: int) -> Plan:
         placement: dict[str, Placement] = {"default": "streamed"}
-        for name, there in (("embedding", self.embedding), ("head", self.head)):
-            if there:
-                placement[name] = "resident"
+        for name, where in (("embedding", self.embedding), ("head", self.head)):
+            if where != "streamed":
+                placement[name] = where
         resident = layers_at(self.resident_at, self.resident, n_layers)
         others = [layer for layer in range(n_layers) if layer not in set(resident)]
+        passing = [others[i] for i in layers_at(self.passing_at, min(self.passing, len(others)), len(others))]
+        for key in _ranges(passing):
+            placement[key] = "streamed_adam"
+        others = [layer for layer in others if layer not in set(passing)]
         for key in _ranges(others[: self.staying]):
             placement[key] = "device_weights"
         for key in _ranges(resident):
             placement[key] = "resident"
         activations: dict[str, Activations] = {"default": "recompute"}
-        for key in _ranges(layers_at(self.kept_at, self.kept, n_layers)):
+        kept = layers_at(self.kept_at, self.kept, n_layers)
+        for key in _ranges(kept):
             activations[key] = "keep"
+        for key in _ranges([layer for layer in range(n_layers) if layer not in set(kept)][: self.offloaded]):
+            activations[key] = "offload"
         # Under the other policies every block has a host buffer of its own, and the number says nothing.
-        host_slots = self.host_gradient_slots if self.update == "during_backward" else Plan().host_gradient_slots
+        usual = Plan()
+        host_slots = self.host_gradient_slots if self.update == "during_backward" else usual.host_gradient_slots
         return Plan(
             placement=placement, activations=activations, update=self.update, weight_slots=self.weight_slots,
             vocab_slots=self.vocab_slots, gradient_slots=self.gradient_slots, host_gradient_slots=host_slots,
+            state_slots=self.state_slots if self.passes else usual.state_slots,
+            input_slots=self.input_slots if self.offloaded else usual.input_slots,
             chunk_bytes=self.chunk_bytes, adam_threads=self.adam_threads,
         )  # fmt: skip
+
+    @property
+    def passes(self) -> bool:
+        """Whether any block is updated on its way through the device: only then do chunks take memory."""
+        return self.passing > 0 or "streamed_adam" in (self.embedding, self.head)
 
 
 def layers_at(where: Where, count: int, n_layers: int) -> list[int]:

@@ -129,7 +129,7 @@ class _CostModel:
         self.by_kind: dict[str, Callable[[Op], Work]] = {
             "input": self._h2d, "load": self._h2d, "save": self._d2h, "forward": self._forward, "loss": self._loss,
             "backward": self._backward, "pack": self._pack, "report": self._constants, "constants": self._constants,
-            "clip": self._clip, "update": self._update,
+            "clip": self._clip, "update": self._update, "stash": self._d2h, "fetch": self._h2d,
         }  # fmt: skip
 
     def work(self, op: Op) -> Work:

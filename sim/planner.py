@@ -38,7 +38,7 @@ __all__ = [
     "Infeasible", "Marginal", "Planned", "RunnerUp", "SweepPoint", "default_plan", "explain", "plan_for", "sweep",
 ]  # fmt: skip
 
-DESCEND_OPS, CUT_OPS = 30_000, 20_000
+DESCEND_OPS, CUT_OPS = 80_000, 40_000
 """Ops lowered and simulated, at most, while descending from each start and while cutting each: what bounds the search's time."""
 STARTS = 3
 MORE_GPU, MORE_HOST = 16 << 30, 64 << 30
@@ -207,7 +207,7 @@ def _marginals(search: Search, run: Runs, winner: Plan, choice: Choice) -> tuple
 def _replanned(search: Search, machine: HardwareProfile, choice: Choice, now_ns: int) -> int:
     """The step of the best plan found on a machine with more memory, `now_ns` if none is faster."""
     again = Search(search.model, search.recipe, machine, search.bounds, search.progress)
-    coarse = replace(choice, chunk_bytes=0)
+    coarse = choice if choice.passes else replace(choice, chunk_bytes=0)
     starts = [scored for c in again.fillings(coarse) if (scored := again.score(c, now_ns)) is not None]
     if not starts:
         return now_ns

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from megatrain.derive import step_time
 from megatrain.hardware import HardwareProfile
 from megatrain.model import ModelSpec
-from megatrain.plan import Plan
+from megatrain.plan import Placement, Plan
 from megatrain.recipe import DTYPE_NBYTES, Recipe
 from megatrain.schedule import Schedule, lower
 from sim.bounds import StepBounds
@@ -39,8 +39,14 @@ GAIN = 0.0005
 """A change that brings less than this part of a step is taken only if it needs less memory."""
 MOST_OPS = 6000
 """Chunks are not cut so fine that a step has more ops than this."""
-VOCABULARY = ((True, True), (False, False), (False, True), (True, False))
-"""Whether embedding and head are resident."""
+VOCABULARY: tuple[tuple[Placement, Placement], ...] = (
+    ("resident", "resident"), ("streamed", "streamed"), ("streamed", "resident"), ("resident", "streamed"),
+    ("streamed_adam", "streamed"), ("streamed_adam", "resident"), ("streamed_adam", "streamed_adam"),
+)  # fmt: skip
+"""Where embedding and head are."""
+PASSING_PIECES = 4
+"""Where blocks pass through the device for their update, transfers are not whole layers but quarters of one: each piece in flight
+takes a buffer."""
 
 
 class Scored(NamedTuple):
@@ -70,8 +76,8 @@ class Search:
     # ---- memory --------------------------------------------------------------------------------------------------------
 
     def memory(self, choice: Choice) -> tuple[tuple[Shortage, ...], tuple[int, int]]:
-        """What a choice lacks, and its (device, host) bytes in a step. Chunks and threads take no memory."""
-        key = replace(choice, chunk_bytes=0, adam_threads=1)
+        """What a choice lacks, and its (device, host) bytes in a step. Threads take no memory, nor do most chunks."""
+        key = replace(choice, chunk_bytes=choice.chunk_bytes if choice.passes else 0, adam_threads=1)
         found = self._books.get(key)
         if found is None:
             book = ledger(self.model, self.recipe, key.plan(self.layers), self.hardware)
@@ -107,8 +113,8 @@ class Search:
         lacks fewest bytes, with all state on the host or with as much on the device as that has room for."""
         found: list[tuple[Shortage, ...]] = []
         for update in policies(self.recipe):
-            for embedding, head in VOCABULARY:
-                smallest = Choice(update=update, adam_threads=1, embedding=embedding, head=head)
+            for embedding, head, offloaded in [(*where, n) for where in VOCABULARY[:4] for n in (0, self.layers)]:
+                smallest = Choice(update=update, adam_threads=1, embedding=embedding, head=head, offloaded=offloaded)
                 if self.fit(smallest) is not None:
                     return ()
                 found.append(self.memory(smallest)[0])
@@ -168,7 +174,7 @@ class Search:
                     update=update, adam_threads=self.threads[0], weight_slots=weight, gradient_slots=gradient,
                     host_gradient_slots=host,
                 )  # fmt: skip
-                for n, (embedding, head) in enumerate(VOCABULARY):
+                for n, (embedding, head) in enumerate(VOCABULARY[:4]):
                     if best is not None and (n > 1 or (n > 0 and self.ops >= budget_ops)):
                         break  # these differ little from the first two; descending tries them
                     at = replace(base, embedding=embedding, head=head)
@@ -181,6 +187,8 @@ class Search:
         """Memory filled with resident layers first, with kept activations first, half and half, and not at all."""
         wanted = replace(at, resident=self.layers, kept=self.layers)
         full = self.fit(wanted)
+        if full is None and not at.offloaded:
+            return self.fillings(replace(at, offloaded=self.layers))  # only where inputs leave no other room
         if full is None:
             return []
         found = [full, self.fit(wanted, kept_first=True), self.fit(replace(wanted, resident=full.resident // 2)), self.fit(at)]
@@ -192,7 +200,10 @@ class Search:
         moved = True
         while moved and self.ops < end:
             moved = False
-            for group in (self._placements, self._staying, self._kept, self._places, self._slots, self._threads, self._policies):
+            for group in (
+                self._placements, self._passing, self._staying, self._kept, self._offloaded, self._places, self._slots,
+                self._threads, self._policies,
+            ):  # fmt: skip
                 self.progress(f"descending, {best.step_ns / 1e9:.3f} s a step", self.simulated)
                 better = self._best_of(group(best.choice), best, end)
                 if better is not None:
@@ -203,7 +214,7 @@ class Search:
         """Stage 3: the chunk size, then slots and threads at that size."""
         end = self.ops + budget_ops
         self.progress("choosing chunks", self.simulated)
-        sizes = (replace(start.choice, chunk_bytes=size) for size in self.chunk_sizes(start.choice))
+        sizes = (self.fit(replace(start.choice, chunk_bytes=size)) for size in self.chunk_sizes(start.choice))
         best = self._best_of(sizes, start, end) or start
         if best.choice.chunk_bytes:
             for group in (self._slots, self._threads):
@@ -236,10 +247,38 @@ class Search:
         for change in (-8, -4, -2, -1, 1, 2, 4, 8):
             if 0 <= now.resident + change <= self.layers:
                 yield self.fit(replace(now, resident=now.resident + change, kept=self.layers))
-        for embedding, head in ((True, True), (True, False), (False, True), (False, False)):
+        for embedding, head in VOCABULARY:
             if (embedding, head) != (now.embedding, now.head):
+                at = self._cut_to_pass(replace(now, embedding=embedding, head=head))
                 for resident in (now.resident, self.layers):
-                    yield self.fit(replace(now, embedding=embedding, head=head, resident=resident, kept=self.layers))
+                    yield self.fit(replace(at, resident=resident, kept=self.layers))
+
+    def _passing(self, now: Choice) -> Iterator[Choice | None]:
+        for change in (-self.layers, -8, -4, -2, -1, 1, 2, 4, 8):
+            count = min(self.layers - now.resident, max(0, now.passing + change))
+            if count != now.passing:
+                at = self._cut_to_pass(replace(now, passing=count))
+                yield self.fit(at)
+                if self.recipe.clip_norm is None:
+                    yield self.fit(replace(at, passing_at="spread"))
+                if at.embedding == "streamed" and count > now.passing:  # else the CPU's update of it comes before them all
+                    yield self.fit(replace(at, embedding="streamed_adam"))
+
+    def _cut_to_pass(self, choice: Choice) -> Choice:
+        """The choice with pieces small enough to have some in flight, if blocks pass through the device."""
+        if not choice.passes or choice.chunk_bytes:
+            return choice
+        layer = self.model.layers[0].span * DTYPE_NBYTES[self.recipe.precision]
+        return replace(choice, chunk_bytes=-(-layer // (PASSING_PIECES * 256)) * 256)
+
+    def _offloaded(self, now: Choice) -> Iterator[Choice | None]:
+        for change in (-self.layers, -4, -2, -1, 1, 2, 4, self.layers):
+            count = min(self.layers, max(0, now.offloaded + change))
+            if count != now.offloaded:
+                at = replace(now, offloaded=count)
+                yield self.fit(at)
+                yield self.fit(replace(at, resident=self.layers, kept=self.layers))
+                yield self.fit(replace(at, kept=self.layers), kept_first=True)
 
     def _staying(self, now: Choice) -> Iterator[Choice | None]:
         for change in (-self.layers, -4, -2, -1, 1, 2, 4, self.layers):
@@ -256,6 +295,7 @@ class Search:
         for where in wheres:
             yield self.fit(replace(now, resident_at=where))
             yield self.fit(replace(now, kept_at=where))
+            yield self.fit(replace(now, passing_at=where))
 
     def _slots(self, now: Choice) -> Iterator[Choice | None]:
         changed = [replace(now, weight_slots=n) for n in (1, 2, 3, 4)]
@@ -263,6 +303,10 @@ class Search:
         changed += [replace(now, gradient_slots=n) for n in (1, 2, 3, 4)]
         if now.update == "during_backward":
             changed += [replace(now, host_gradient_slots=n) for n in (1, 2, 3, 4, 6, 8)]
+        if now.passes:
+            changed += [replace(now, state_slots=n) for n in (1, 2, 3, 4)]
+        if now.offloaded:
+            changed += [replace(now, input_slots=n) for n in (2, 3)]
         for choice in changed:
             if choice != now:
                 yield self.fit(choice)
@@ -284,7 +328,7 @@ class Search:
         sizes = {-(-layer // (pieces * unit)) * unit for pieces in (2, 4, 8, 16)} | {Plan().chunk_bytes}
         streamed = [
             b.span * n for b in self.model.blocks
-            if choice.plan(self.layers).placement_of(b.kind, b.layer) == "streamed"
+            if choice.plan(self.layers).placement_of(b.kind, b.layer) in ("streamed", "streamed_adam")
         ]  # fmt: skip
         return [s for s in sorted(sizes, reverse=True) if 4 * sum(-(-x // s) for x in streamed) <= MOST_OPS]
 
@@ -320,5 +364,5 @@ def _distinct(scored: Sequence[Scored], count: int) -> list[Scored]:
     found: dict[tuple[object, ...], Scored] = {}
     for s in scored:
         c = s.choice
-        found.setdefault((c.update, c.embedding, c.resident, c.kept), s)
+        found.setdefault((c.update, c.embedding, c.resident, c.kept, c.offloaded), s)
     return list(found.values())[:count]

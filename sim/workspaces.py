@@ -127,18 +127,27 @@ def _backward(model: ModelSpec, recipe: Recipe, saved: int, scores: int) -> int:
 
 
 def _loss(model: ModelSpec, recipe: Recipe, *, on_host: bool) -> int:
-    """The head: of a tile of t tokens, logits in the type of the computation and in FP32 ((4 + n) t V; 4 t V if these are one).
+    """The head: of a tile of t tokens, and throughout the gradient of all hidden rows (n T H).
 
-    Beside it: one product of `HEAD_ROWS` rows in FP32 (the cpu backend widens both operands), the tile's hidden gradient and
-    norm, and the gradient of all hidden rows.
+    A GPU in BF16: logits become their gradient in place (n t V, and 4 t for the losses) and the matmul adds to dW itself. Beside
+    them, what the tile's norm saved and its output, and the hidden gradient of this tile and of the one before ((8 + 2 n) t H).
+    When the logits are gone, the norm's backward (28 t H), which counts where the vocabulary is less than 8 times as wide as the
+    hidden state. Counted with the head's own code on the cpu backend, the kernel and the matmul left out: within 0.1%, and 2 t H
+    above it where one tile is all tokens.
+
+    Otherwise: logits in the type of the computation and in FP32 ((4 + n) t V), of which the gradient stays (n t V; in FP32 the
+    three are one, 4 t V). While it stays there is one product of `HEAD_ROWS` rows in FP32 (for which BF16 operands are widened).
+    Beside either, the tile's hidden gradient and norm.
     """
     n, tokens = DTYPE_NBYTES[recipe.precision], recipe.tokens_per_micro_batch
     tile, hidden, rows = min(recipe.loss_tile, tokens), model.hidden_size, min(HEAD_ROWS, model.vocab_size)
-    logits = tile * model.vocab_size * (4 if n == 4 else 4 + n)
-    product = 4 * rows * hidden + n * tile * hidden
-    if on_host:
-        product += 4 * tile * (rows + hidden) if n < 4 else 0
-    return logits + product + tile * hidden * (8 + 2 * n) + tokens * hidden * n
+    gradient, beside = n * tile * model.vocab_size, tile * hidden * (8 + 2 * n)
+    if n < 4 and not on_host:
+        return tokens * hidden * n + 4 * tile + max(gradient + beside, 28 * tile * hidden)
+    product, widened = 4 * rows * hidden + n * tile * hidden, 0
+    if n < 4:
+        product, widened = product + 4 * tile * (rows + hidden), 4 * tile * model.vocab_size
+    return tokens * hidden * n + beside + gradient + max(widened, product)
 
 
 def _embedding_backward(model: ModelSpec, recipe: Recipe) -> int:

@@ -86,6 +86,8 @@ def plans(
         vocab_slots=draw(st.integers(1, 2)),
         gradient_slots=draw(st.integers(1, 3)),
         host_gradient_slots=draw(st.integers(1, 3)),
+        state_slots=draw(st.integers(1, 3)),
+        input_slots=draw(st.integers(2, 3)),
         # A multiple of the alignment, rounded up, or a byte less than the next one: lowering rounds that down to it.
         chunk_bytes=0 if pieces == 1 else -(-largest // (512 * pieces)) * 512 + draw(st.sampled_from([0, 255])),
         adam_threads=draw(st.integers(1, 2)),
@@ -93,7 +95,7 @@ def plans(
 
 
 def _placements(n_layers: int) -> SearchStrategy[dict[str, Placement]]:
-    value: SearchStrategy[Placement] = st.sampled_from(["streamed", "device_weights", "resident"])
+    value: SearchStrategy[Placement] = st.sampled_from(["streamed", "device_weights", "streamed_adam", "resident"])
     layer = st.integers(0, n_layers - 1)
     key = st.one_of(st.sampled_from(["embedding", "head"]), layer.map(str), st.just(f"0-{n_layers // 2}"))
     return st.one_of(
@@ -103,7 +105,7 @@ def _placements(n_layers: int) -> SearchStrategy[dict[str, Placement]]:
 
 
 def _activations(n_layers: int) -> SearchStrategy[dict[str, Activations]]:
-    value: SearchStrategy[Activations] = st.sampled_from(["recompute", "keep"])
+    value: SearchStrategy[Activations] = st.sampled_from(["recompute", "keep", "offload"])
     key = st.integers(0, n_layers - 1).map(str)
     return st.builds(lambda d, rest: {"default": d, **rest}, value, st.dictionaries(key, value, max_size=3))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,24 @@ import torch
 from megatrain.catalog import hardware_profile
 from megatrain.cli import demo, show
 from megatrain.cli import run as run_verb
+from megatrain.engine.engine import MemoryUse
 from megatrain.files import load_job, load_record
+from megatrain.hardware import H200
 from megatrain.model import ModelSpec
+from megatrain.plan import Plan
+from megatrain.recipe import Recipe
+from megatrain.schedule import lower
 from megatrain.weights import open_weights
+from sim.ledger import ALIGN, CUDA_CONTEXT, PHASES, Item, Ledger, MemorySpace, ledger
 from tests.commands import Commands
 
 VERBS = ("calibrate", "simulate", "plan", "run", "compare", "demo")
 
 
 pytestmark = pytest.mark.usefixtures("world")
+USE = MemoryUse(
+    device_reserved=50, device_allocated=40, device_process=60, pinned=30, pageable=20, resident_set=None
+)  # fmt: skip
 
 
 def test_plan_simulate_run_and_compare_follow_from_one_another(megatrain: Commands) -> None:
@@ -53,6 +63,57 @@ def test_plan_simulate_run_and_compare_follow_from_one_another(megatrain: Comman
     assert Path(more["throughput"]).is_file()
     written = ["lanes.png", "ops.csv", "report.md", "throughput.png", "trace.perfetto.json.gz"]
     assert sorted(p.name for p in Path("report").iterdir()) == written
+
+
+def test_run_lays_predicted_and_measured_memory_side_by_side(megatrain: Commands) -> None:
+    call = ("run", "plan.yaml", "--data", "random", "--random-weights", "--steps", 3, "--device", "cpu")
+    memory = megatrain(*call, "--json").json["memory"]
+    assert list(memory) == ["device", "pinned", "pageable", "resident"]
+    found = load_job("plan.yaml")
+    model = ModelSpec.from_config("model")
+    items = ledger(model, found.recipe, found.plan, run_verb.this_machine("cpu")).items
+    count = len(lower(model, found.recipe, found.plan).storages)
+    for space in ("device", "pinned", "pageable"):
+        predicted, measured = memory[space]["predicted"], memory[space]["measured"]
+        assert predicted == sum(i.nbytes for i in items if i.space == space and "init" in i.phases and i.what != "process")
+        assert abs(measured - predicted) <= ALIGN * count and (measured > 0) == (space != "pinned")
+
+    lines = megatrain(*call).out.splitlines()
+    start = lines.index("Memory after warm-up")
+    header, *rows, last = lines[start + 1 :]
+    assert header.split() == ["predicted", "measured"] and last.startswith("written to")  # and no difference to tell of
+    assert [row[: row.index("  ")] for row in rows] == ["device", "host, pageable", "process, resident"]
+    assert show.format_bytes_short(memory["device"]["measured"]) in rows[0]
+
+
+def test_on_a_gpu_every_byte_of_a_steps_ledger_is_compared_but_the_context_and_the_interpreter() -> None:
+    book = ledger(ModelSpec.from_config("model"), Recipe(seq_len=32), Plan(), H200)
+    (process,) = [i.nbytes for i in book.items if i.what == "process"]
+    compared = run_verb.memory_compared(book, USE)
+    assert compared["device"] == (book.device_nbytes() - CUDA_CONTEXT, USE.device_reserved)
+    assert compared["pinned"] == (book.nbytes("step", "pinned"), USE.pinned)
+    assert compared["pageable"] == (book.nbytes("step", "pageable") - process, USE.pageable)
+    assert compared["resident"] == (book.host_nbytes(), None)
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+@pytest.mark.parametrize("predicted", [0, 5 << 30, 100 << 30])
+@pytest.mark.parametrize(("space", "least"), [("device", 256 << 20), ("pinned", 64 << 20)])
+def test_a_prediction_is_called_wrong_beyond_a_hundredth_or_a_constant(
+    space: MemorySpace, least: int, predicted: int, off: int
+) -> None:
+    small, large = Item(space, "a small thing", predicted // 4, PHASES), Item(space, "a large thing", predicted * 3 // 4, PHASES)
+    book = Ledger(items=(small, large) if predicted else (), peak_op="", on_host=False)
+    tolerated = max(least, predicted // 100)
+    for sign, word in ((-1, "less"), (1, "more")):
+        compared = run_verb.memory_compared(book, replace(USE, device_reserved=0, pinned=0))
+        measured = predicted + sign * (tolerated + off)
+        lines = run_verb.memory_differences(
+            book, {**compared, ("pinned" if space == "device" else "device"): (0, 0), space: (predicted, measured)}
+        )
+        assert len(lines) == (off > 0)
+        assert all(line.startswith(f"{space} memory is ") and f" {word} than predicted" in line for line in lines)
+        assert all(("a large thing" in line) == (predicted > 0) for line in lines)
 
 
 def test_saved_weights_are_a_model_to_train_on(megatrain: Commands) -> None:

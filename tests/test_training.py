@@ -11,7 +11,7 @@ import torch
 
 from analysis.compare import compare
 from megatrain.data import SyntheticData
-from megatrain.engine.engine import Engine
+from megatrain.engine.engine import Engine, MemoryUse
 from megatrain.files import StepFigures
 from megatrain.hardware import H200
 from megatrain.model import ModelSpec
@@ -76,6 +76,22 @@ def test_the_trace_covers_the_steps_after_warm_up(steps: int) -> None:
     assert found.traced_from == warm_up(steps) == (WARM_UP if steps >= 2 * WARM_UP else 0)
     assert found.trace.parts[0] == "prologue"
     assert sum(part != "epilogue" for part in found.trace.parts) == steps - found.traced_from
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 9])
+def test_memory_is_read_once_when_the_third_step_is_known(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    read: list[tuple[int, MemoryUse]] = []
+    inner = Engine.memory_use
+
+    def memory_use(engine: Engine) -> MemoryUse:
+        read.append((len(told), inner(engine)))
+        return read[-1][1]
+
+    monkeypatch.setattr(Engine, "memory_use", memory_use)
+    found = trained(steps, on_step=lambda step, figures, why: told.append(step))
+    assert [before for before, _ in read] == [min(steps, 3) - 1]  # the steps told of before the one that is just known
+    assert found.memory == read[0][1]
 
 
 def test_the_trace_compares_with_a_simulation_of_the_same_parts() -> None:

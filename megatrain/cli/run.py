@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +23,14 @@ from megatrain.cli.outputs import check_file, check_folder
 from megatrain.cli.predict import now, refuse_too_large
 from megatrain.data import SyntheticData, open_data
 from megatrain.derive import step_time
-from megatrain.engine.engine import Engine
+from megatrain.engine.engine import Engine, MemoryUse
 from megatrain.files import Job, Record, StepFigures, load_job, save_record, write_file
 from megatrain.hardware import H200, HardwareProfile
 from megatrain.model import ModelSpec
 from megatrain.schedule import lower
 from megatrain.training import Trained, train
 from megatrain.weights import RandomWeights, open_weights, save_weights
+from sim.ledger import Item, Ledger
 
 Device = Literal["cpu", "cuda"]
 TOKENIZER_FILES = (
@@ -73,7 +74,7 @@ def run_job(
         check_folder("--save", save, empty=True, nbytes=4 * model.numel)
     with said_of(path):
         _refuse_threads(job)
-        refuse_too_large(model, job.recipe, job.plan, this_machine(place))
+        book = refuse_too_large(model, job.recipe, job.plan, this_machine(place))
         weights: Mapping[str, Tensor] = RandomWeights(model, seed) if random_weights else _weights(job, model)
         with show.progress("lower the plan"):  # long where chunks are small
             schedule = lower(model, job.recipe, job.plan)
@@ -83,11 +84,12 @@ def run_job(
     save_record(out, record)
     assert trained.trace is not None
     time = step_time(schedule, trained.trace) if steps > 1 else None
+    memory = memory_compared(book, trained.memory)
     figures: dict[str, Any] = {
         "steps": len(trained.steps), "skipped": trained.skipped, "first_loss": trained.steps[0].loss,
         "last_loss": trained.steps[-1].loss, "step_ns": time.mean_ns if time else None,
         "tokens_per_s": job.recipe.tokens_per_step * 1e9 / time.mean_ns if time else None, "out": str(out),
-        "save": str(save) if save else None,
+        "save": str(save) if save else None, "memory": {what: row._asdict() for what, row in memory.items()},
     }  # fmt: skip
     if as_json:
         show.json_object(figures)
@@ -103,7 +105,11 @@ def run_job(
     if trained.skipped:
         lines["skipped"] = f"{trained.skipped} steps had a gradient that is not finite"
     show.pairs(f"{model.name}, {len(trained.steps)} steps on {place}", lines)
-    show.notes(trained.trace.notes)
+    show.rows("Memory after warm-up", ["", "predicted", "measured"], [
+        [_CALLED[what], *(show.format_bytes_short(n) if n is not None else "unknown" for n in row)]
+        for what, row in memory.items() if any(row)
+    ])  # fmt: skip
+    show.notes([*memory_differences(book, memory), *trained.trace.notes])
     show.text(f"written to {out}" + (f" and {save}" if save else ""))
     return trained
 
@@ -132,6 +138,59 @@ def train_shown(
             model, job.recipe, job.plan, weights, batches, steps=steps, device=device, on_step=on_step,
             on_ready=lambda: bar(0.0, "first step"), at_end=at_end,
         )  # fmt: skip
+
+
+class Compared(NamedTuple):
+    """Bytes by the ledger and by the engine (None where the system does not say)."""
+
+    predicted: int
+    measured: int | None
+
+
+_CALLED = {"device": "device", "pinned": "host, pinned", "pageable": "host, pageable", "resident": "process, resident"}
+_BESIDE = ("CUDA context", "process")
+"""What the ledger counts beside the allocator and the storages."""
+_TOLERATED = {"device": 256 << 20, "pinned": 64 << 20}
+"""Bytes a prediction may be off, or a hundredth of it if that is more."""
+
+
+def memory_compared(book: Ledger, use: MemoryUse) -> dict[str, Compared]:
+    """A step's memory: the allocator's on the device, host storages pinned and not, and the resident set of the process.
+
+    The context is left out of the device's, since the allocator knows nothing of it, and what the interpreter and its libraries
+    take out of the host's; the resident set has all there is on the host. Without a GPU the device is the arena: kept activations
+    and workspaces are of the host's own allocator, which keeps no count.
+    """
+
+    def predicted(space: str) -> int:
+        return sum(item.nbytes for item in _counted(book, space))
+
+    return {
+        "device": Compared(predicted("device"), use.device_reserved), "pinned": Compared(predicted("pinned"), use.pinned),
+        "pageable": Compared(predicted("pageable"), use.pageable), "resident": Compared(book.host_nbytes(), use.resident_set),
+    }  # fmt: skip
+
+
+def memory_differences(book: Ledger, memory: Mapping[str, Compared]) -> list[str]:
+    """One line for each memory in which the ledger was wrong by more than may be."""
+    found = []
+    for space, tolerated in _TOLERATED.items():
+        predicted, measured = memory[space]
+        assert measured is not None
+        off = measured - predicted
+        if abs(off) > max(predicted // 100, tolerated):
+            short = show.format_bytes_short
+            largest = max(_counted(book, space), key=lambda item: item.nbytes, default=None)
+            found.append(
+                f"{space} memory is {short(abs(off))} {'more' if off > 0 else 'less'} than predicted"
+                + (f"; the largest item of the prediction is {largest.what}, {short(largest.nbytes)}" if largest else "")
+            )
+    return found
+
+
+def _counted(book: Ledger, space: str) -> list[Item]:
+    phase = "init" if space == "device" and book.on_host else "step"
+    return [item for item in book.items if item.space == space and phase in item.phases and item.what not in _BESIDE]
 
 
 def record_of(job: Job, model: ModelSpec, trained: Trained, device: Device) -> Record:

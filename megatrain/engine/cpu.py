@@ -29,6 +29,8 @@ class CpuBackend:
     """Runs the ops of `schedule` on memory of its own. An op has ended when its kernel returns, so a mark is a time."""
 
     source: Source = "cpu"
+    pinned_nbytes = 0
+    """Host memory registered with a driver."""
 
     def __init__(
         self, schedule: Schedule, counts: UpdateCount, clock: Clock | None = None, adopted: Mapping[str, Tensor] | None = None
@@ -48,8 +50,17 @@ class CpuBackend:
     def run(self, op: Op, step: Any) -> Ran:
         return self.kernels.run(op, step)
 
+    def after_load(self) -> None:
+        pass
+
     def close(self) -> None:
         self.kernels.forget()
+
+    def device_use(self, *, reset: bool) -> tuple[int, int, int]:
+        """As the cuda backend's: the arena, which is fixed, and no GPU."""
+        arena = next(self.memory.named(s.name) for s in self.schedule.storages if s.space == "device" and not s.dynamic)
+        nbytes = arena.untyped_storage().nbytes()
+        return nbytes, nbytes, 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

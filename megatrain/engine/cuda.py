@@ -60,9 +60,11 @@ class CudaBackend:
         if not torch.cuda.is_available():
             raise RuntimeError("the cuda backend needs a CUDA device")
         configure(schedule.recipe)
+        torch.cuda.init()
+        torch.cuda.reset_peak_memory_stats()  # for `device_use`
         self.schedule, self.clock = schedule, clock or RealClock()
         self.memory = Memory(schedule.storages, "cuda", adopted)
-        self._pinned = [self.memory.named(name) for name in sorted(copied(schedule))]
+        self._pinned = [self.memory.named(name) for name in [s.name for s in schedule.storages if s.copied]]
         for view in self._pinned:
             # At its exact size, and touched before by all threads: faulting pages in is the slow part of pinning.
             error = int(torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0))
@@ -72,6 +74,11 @@ class CudaBackend:
         self.kernels = Kernels(schedule=schedule, memory=self.memory, device=CudaOps(schedule, self.lanes.streams), counts=counts)
         torch.cuda.synchronize()  # the arena was filled on the default stream
 
+    def after_load(self) -> None:
+        """Once state is loaded: what that took is given back, since nothing will ask for memory of its sizes."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
     def close(self) -> None:
         """Wait for the device and give pinned memory back to the driver."""
         self.lanes.abandon()
@@ -80,6 +87,20 @@ class CudaBackend:
         for view in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
         self._pinned = []
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Host memory registered with the driver."""
+        return sum(view.numel() for view in self._pinned)
+
+    def device_use(self, *, reset: bool) -> tuple[int, int, int]:
+        """Bytes: the allocator's peaks since the backend was made or `reset`, reserved and allocated, and what is taken of the
+        whole device now, by whomever."""
+        free, total = torch.cuda.mem_get_info()
+        reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return reserved, allocated, total - free
 
     def run(self, op: Op, step: Any) -> Ran:
         return self.kernels.run(op, step)
@@ -292,6 +313,9 @@ def configure(recipe: Recipe) -> None:
 
     The backward of cuDNN's attention is not repeatable, flash attention's is when asked.
     """
+    # Segments that grow, so that what one part of a step frees serves the next whatever its sizes: with segments of fixed sizes
+    # a run at the limit of memory held a sixth more than it ever used.
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -301,10 +325,3 @@ def configure(recipe: Recipe) -> None:
     torch.backends.cuda.enable_mem_efficient_sdp(not recipe.deterministic)
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.enable_math_sdp(True)
-
-
-def copied(schedule: Schedule) -> frozenset[str]:
-    """Host storages that copies to or from the device touch: these are registered with the driver."""
-    ops = (*schedule.prologue.ops, *schedule.body.ops, *schedule.epilogue.ops)
-    touched = {a.storage for op in ops if op.kind in ("load", "save") for a in (*op.reads, *op.writes)}
-    return frozenset(schedule.storages[i].name for i in touched if schedule.storages[i].space == "host")

@@ -17,6 +17,8 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -41,6 +43,8 @@ from megatrain.trace import Trace
 if TYPE_CHECKING:
     from megatrain.engine.cuda import CudaBackend
 
+PIECE_ELEMENTS = 1 << 24
+"""Weights are turned into masters in pieces of so many elements: what that takes beside them stays small, wherever they are."""
 STEPS_IN_FLIGHT = 2
 """`step` returns before its step has ended; this many may be unfinished before it waits."""
 
@@ -71,6 +75,10 @@ class StagedInputs:
             [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)] for _ in range(steps)
         ]
         self._next = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.numel() for buffers in self._buffers for buffer in buffers)
 
     def fill(self, micro_batches: list[dict[str, Tensor]]) -> tuple[Tensor, ...]:
         """Each micro-batch's tensors as uint8 [input_nbytes]; they stay until `fill` has been called `steps` times more."""
@@ -135,6 +143,37 @@ class Moments(NamedTuple):
     v: Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes that an engine takes of the machine's memory.
+
+    On the device: `device_reserved` and `device_allocated` are the allocator's peaks, with its cached blocks and without; what
+    the process had there before the engine is in them. On the cpu backend both are the arena. `device_process` is what is taken
+    of the whole GPU now, allocator, contexts and *other processes* included: the driver tells no process its own share. 0
+    without a GPU.
+
+    On the host: `pinned` are the storages registered with the driver and, with a GPU, staged inputs; `pageable` are all other
+    host storages. Both are sums of exact sizes (for staged inputs PyTorch may pin up to twice as much). `resident_set` is what
+    the whole process has in memory now, mapped files included; None where there is no /proc.
+    """
+
+    device_reserved: int
+    device_allocated: int
+    device_process: int
+    pinned: int
+    pageable: int
+    resident_set: int | None
+
+
+def resident_set(root: Path = Path("/")) -> int | None:
+    """VmRSS of this process in bytes; `root` is where /proc is looked for."""
+    try:
+        lines = (root / "proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:")), None)
+
+
 class Engine:
     """`weights` maps every Hugging Face parameter name of the model to a tensor (any float type); they become FP32 masters.
 
@@ -163,6 +202,7 @@ class Engine:
         schedules = _schedules(model, recipe, plan)
         backend = self._backend(schedules, {})
         self._load(weights)
+        backend.after_load()
         self._staged = StagedInputs(model, recipe, STEPS_IN_FLIGHT + 1, pinned=device == "cuda")
         self._start(backend)
 
@@ -231,7 +271,7 @@ class Engine:
             if name in self.memory
         }
         self._finalizer()
-        del self.memory, self._executor  # their device memory is needed now
+        del self.memory, self._executor, self._unwrapped  # their device memory is needed now
         try:
             backend = self._backend(schedules, state)
         except (RuntimeError, MemoryError):
@@ -284,6 +324,20 @@ class Engine:
         self.flush()
         return self._counts.applied
 
+    def memory_use(self, *, reset: bool = False) -> MemoryUse:
+        """What is taken now, and at most since the engine was made or last replanned. Waits for nothing and changes nothing; with
+        `reset` the allocator's peaks begin anew. They are kept by process: two engines at once see each other's."""
+        backend = self._unwrapped
+        reserved, allocated, process = backend.device_use(reset=reset)
+        storages = [self.memory.named(s.name) for s in self.schedule.storages if s.space == "host" and not s.dynamic]
+        pinned, host = backend.pinned_nbytes, sum(view.numel() for view in storages)
+        staged = self._staged.nbytes
+        staged_pinned = staged if self._device == "cuda" else 0
+        return MemoryUse(
+            device_reserved=reserved, device_allocated=allocated, device_process=process, pinned=pinned + staged_pinned,
+            pageable=host - pinned + staged - staged_pinned, resident_set=resident_set(),
+        )  # fmt: skip
+
     def close(self) -> None:
         """Stop the lanes. What was not flushed is lost."""
         self._finalizer()
@@ -316,6 +370,7 @@ class Engine:
         return backend
 
     def _start(self, backend: CpuBackend | CudaBackend) -> None:
+        self._unwrapped = backend
         self._executor = Executor(self._wrap(backend), tracing=self._tracing)
         # Lanes must not outlive the engine, nor run on while the interpreter goes down.
         self._finalizer = weakref.finalize(self, _close, self._executor, backend)
@@ -356,16 +411,19 @@ class Engine:
         for block, p in self._params():
             if p.name not in weights:
                 raise ValueError(f"weights: {p.name!r} is missing")
-            value = weights[p.name].detach().to(torch.float32)
+            value = weights[p.name].detach()
             if tuple(value.shape) != p.shape:
                 raise ValueError(f"weights: {p.name!r} must have shape {list(p.shape)}, got {list(value.shape)}")
-            if not bool(torch.isfinite(value).all()):
-                raise ValueError(f"weights: {p.name!r} is not finite")
-            flat = value.reshape(-1)
             target = self.memory.named(f"weights[{block.index}]")
-            if self.schedule.recipe.precision == "fp32":
-                target.view(torch.float32)[p.offset : p.end].copy_(flat)
-            else:
-                hi, lo = split(flat, name=p.name)
-                target.view(torch.bfloat16)[p.offset : p.end].copy_(hi)
-                self.memory.named(f"lo[{block.index}]").view(torch.int16)[p.offset : p.end].copy_(lo)
+            flat = value.reshape(-1)
+            for start in range(0, p.numel, PIECE_ELEMENTS):
+                piece = flat[start : start + PIECE_ELEMENTS].to(torch.float32)
+                at = slice(p.offset + start, p.offset + start + piece.numel())
+                if not bool(torch.isfinite(piece).all()):
+                    raise ValueError(f"weights: {p.name!r} is not finite")
+                if self.schedule.recipe.precision == "fp32":
+                    target.view(torch.float32)[at].copy_(piece)
+                else:
+                    hi, lo = split(piece, name=p.name)
+                    target.view(torch.bfloat16)[at].copy_(hi)
+                    self.memory.named(f"lo[{block.index}]").view(torch.int16)[at].copy_(lo)

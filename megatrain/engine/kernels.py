@@ -384,7 +384,8 @@ def _update(b: Kernels, x: Operands) -> Kernel:
     m, v = (x.writes[what, block.index].view(torch.float32) for what in ("m", "v"))
     grad = x.reads["grad", block.index].view(link)
     (constants,) = (view.view(torch.float32) for (what, _), view in x.reads.items() if what == "constants")
-    first = next(a.start for a in x.op.writes if a.tag.what == "m") // 4
+    # The weights lie as the block has them wherever they are; the rest of a chunk may lie on its own.
+    first = next(a.start for a in x.op.writes if a.tag.what == "weights") // weight.itemsize
     end = first + m.numel()
     runs = [
         Run(max(p.offset, first) - first, min(p.end, end) - first, decays(p))
@@ -404,7 +405,8 @@ def decays(param: ParamSpec) -> bool:
 
 
 _KERNELS: dict[str, Callable[[Kernels, Operands], Kernel]] = {
-    "input": _input, "load": _move, "forward": _forward, "loss": _loss, "backward": _backward, "pack": _pack,
+    "input": _input, "load": _move, "stash": _move, "fetch": _move,
+    "forward": _forward, "loss": _loss, "backward": _backward, "pack": _pack,
     "save": _move, "report": _report, "constants": _constants, "clip": _clip, "update": _update,
 }  # fmt: skip
 _REPEATED = ("forward", "backward", "pack", "update")

@@ -11,6 +11,10 @@ exists. For a tile of hidden rows x with norm output h and logits z = h W^T in t
 
 A tied head is given the embedding's matrix and its accumulator. Evaluation runs the same forward code, so its loss has
 the same bits.
+
+On a GPU in BF16 no FP32 logit is ever in memory: one kernel reads the rounded logits, works in FP32 and writes dz over
+them (`megatrain.layers.triton_loss`), and the matmul itself adds its FP32 product to dW. Elsewhere, and in FP32, plain
+PyTorch does the same in more passes.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ from megatrain.layers.hf import CLASSES
 from megatrain.layers.inputs import IGNORE
 from megatrain.model import ModelSpec
 
-# Rows of dW multiplied at once: bounds the product's memory to 8192 x hidden. Part of the bits, like the tile.
+# Rows of dW multiplied at once where the product is a tensor of its own: bounds its memory to 8192 x hidden. Part of the
+# bits, like the tile.
 _ROWS = 8192
 
 
@@ -65,20 +70,14 @@ class HeadTemplate:
                 h = functional_call(self.norm, {"weight": norm_leaf}, (row_leaf,))
             with torch.no_grad():
                 hidden = h.detach()
-                losses, exponents, sums, target, valid = _cross_entropy(hidden, matrix, wanted[part])
+                losses, dz = _loss_gradient(hidden, matrix, wanted[part], n_valid)
                 loss += losses.sum()
-                scale = valid.float() / max(n_valid, 1)
-                dz = exponents.div_(sums)
-                dz.scatter_(1, target, dz.gather(1, target) - 1.0)
-                dz = dz.mul_(scale).to(hidden.dtype)
                 overwrite = first and start == 0
-                for row in range(0, matrix.shape[0], _ROWS):
-                    block = slice(row, row + _ROWS)
-                    accumulate([grads[1][block]], [_product(dz[:, block], hidden)], overwrite)
+                _add_product(grads[1], dz, hidden, overwrite)
                 dh = dz @ matrix
+            del dz  # else it is there still in the norm's backward and while the next tile's logits are made
             dx[part], dnorm = torch.autograd.grad(h, (row_leaf, norm_leaf), dh)
             accumulate([grads[0]], [dnorm], overwrite)
-            del losses, exponents, dz  # else they are there still while the next tile's logits are made
         return loss / max(n_valid, 1), dx.view_as(x)
 
     @torch.no_grad()
@@ -90,8 +89,37 @@ class HeadTemplate:
         for start in range(0, rows.shape[0], tile):
             part = slice(start, start + tile)
             hidden = functional_call(self.norm, {"weight": norm_weight}, (rows[part],))
-            loss += _cross_entropy(hidden, matrix, wanted[part])[0].sum()
+            loss += _losses(hidden, matrix, wanted[part], n_valid).sum()
         return loss / max(n_valid, 1)
+
+
+def _loss_gradient(hidden: Tensor, matrix: Tensor, targets: Tensor, n_valid: int) -> tuple[Tensor, Tensor]:
+    """One tile's losses ([n] or [n, 1], FP32, 0 where ignored) and dz [n, V] in the compute type."""
+    if _fused(hidden):
+        from megatrain.layers import triton_loss
+
+        dz = hidden @ matrix.t()
+        return triton_loss.cross_entropy(dz, targets, n_valid, gradient=True), dz
+    losses, exponents, sums, target, valid = _cross_entropy(hidden, matrix, targets)
+    scale = valid.float() / max(n_valid, 1)
+    dz = exponents.div_(sums)
+    dz.scatter_(1, target, dz.gather(1, target) - 1.0)
+    return losses, dz.mul_(scale).to(hidden.dtype)
+
+
+def _losses(hidden: Tensor, matrix: Tensor, targets: Tensor, n_valid: int) -> Tensor:
+    """The losses of `_loss_gradient`, to the bit."""
+    if _fused(hidden):
+        from megatrain.layers import triton_loss
+
+        return triton_loss.cross_entropy(hidden @ matrix.t(), targets, n_valid, gradient=False)
+    return _cross_entropy(hidden, matrix, targets)[0]
+
+
+def _fused(t: Tensor) -> bool:
+    """Whether GPU kernels do the work for tensors of this place and type. Triton is imported where they do only: a
+    machine without a GPU has none."""
+    return t.is_cuda and t.dtype != torch.float32
 
 
 def _cross_entropy(hidden: Tensor, matrix: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -117,8 +145,16 @@ def head_template(model: ModelSpec) -> HeadTemplate:
         return HeadTemplate(norm=CLASSES[model.architecture].norm(model.hidden_size, eps=eps).eval())
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a^T b in FP32 from operands in the compute type: their products are summed in FP32 and not rounded to it."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.mm(a.t(), b, out_dtype=torch.float32)
-    return a.t().float() @ b.float()
+def _add_product(acc: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """acc [V, H] = a^T b if `first` else acc + a^T b, from operands in the compute type [n, V] and [n, H]: their products
+    are summed in FP32 and not rounded to it."""
+    if _fused(a):
+        # The matmul adds to the accumulator itself: no product in memory, and one pass over dW less for each tile.
+        if first:
+            torch.mm(a.t(), b, out_dtype=torch.float32, out=acc)
+        else:
+            torch.addmm(acc, a.t(), b, out_dtype=torch.float32, out=acc)
+        return
+    for row in range(0, acc.shape[0], _ROWS):
+        block = slice(row, row + _ROWS)
+        accumulate([acc[block]], [a[:, block].t().float() @ b.float()], first)

@@ -16,8 +16,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from megatrain.schedule.kinds import VECTORS, Content, Needs, table_of
-from megatrain.schedule.nouns import LANES, Access, Op, Part, PlacedOp, Schedule, Tag, place
+from megatrain.schedule.kinds import Content, Needs, table_of
+from megatrain.schedule.nouns import COPIES, LANES, Access, Op, Part, PlacedOp, Schedule, Tag, place
 
 _LANE_NUMBER = {lane: i for i, lane in enumerate(LANES)}
 _NOTHING = Tag("nothing")
@@ -82,12 +82,24 @@ def _check_part(schedule: Schedule, part: Part, needs: Callable[[Op], Needs]) ->
             for content in found:
                 if content not in wanted or found.count(content) > 1:
                     raise ScheduleError(f"{part.name} {part.text(i)}: must not {verb} {_text(content)}")
-        if op.kind in ("load", "save") and [(a.tag, a.nbytes) for a in op.reads] != [(a.tag, a.nbytes) for a in op.writes]:
-            raise ScheduleError(f"{part.name} {part.text(i)}: a copy must write what it reads, range by range in the same order")
+        if op.kind in COPIES:
+            if len(op.reads) != len(op.writes) or not all(map(_same, op.reads, op.writes)):
+                raise ScheduleError(
+                    f"{part.name} {part.text(i)}: a copy must write what it reads, range by range in the same order"
+                )
+            for storage in (schedule.storages[a.storage] for a in (*op.reads, *op.writes)):
+                if storage.space == "host" and not storage.copied:
+                    raise ScheduleError(f"{part.name} {part.text(i)}: {storage.name} is not said to be copied")
+
+
+def _same(a: Access, b: Access) -> bool:
+    """Whether a copy of one gives the other. A chunk loses its number where its block lies whole."""
+    whole = None in (a.tag.micro, b.tag.micro)
+    return a.nbytes == b.nbytes and (a.tag._replace(micro=None) == b.tag._replace(micro=None) if whole else a.tag == b.tag)
 
 
 def _content(schedule: Schedule, a: Access) -> Content:
-    start = 0 if a.tag.what in VECTORS else a.start
+    start = 0 if a.tag.micro is not None else a.start
     return Content(schedule.storages[a.storage].space, a.tag, start, start + a.nbytes)
 
 

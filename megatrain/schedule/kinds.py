@@ -16,7 +16,8 @@ from megatrain.schedule.nouns import Lane, Op, Schedule, Tag
 
 
 class Content(NamedTuple):
-    """`start:stop` bytes of something in host or device memory; a micro-batch's range counts from its own start."""
+    """`start:stop` bytes of something in host or device memory. What has a micro-batch's or a chunk's number in its tag may lie
+    anywhere in its storage; its range counts from its own start."""
 
     space: str
     tag: Tag
@@ -47,6 +48,7 @@ class _Sizes:
         self.early = plan.update == "during_backward"
         self.late = plan.update == "next_forward"
         self.resident = [plan.placement_of(b.kind, b.layer) == "resident" for b in model.blocks]
+        self.passes = [plan.placement_of(b.kind, b.layer) == "streamed_adam" for b in model.blocks]
         kept = [b.layer is not None and plan.activations_of(b.layer) == "keep" for b in model.blocks]
         self.keep = [self.training and k for k in kept]
         self.tiles = [sum(-(-p.numel // NORM_TILE) for p in b.params) for b in model.blocks]
@@ -119,6 +121,8 @@ def _pack(op: Op, s: _Sizes) -> Needs:
 def _load(op: Op, s: _Sizes) -> Needs:
     if op.what == "constants":
         return _copied("h2d", "host", "device", [(Tag("constants"), 0, 64)])
+    if op.what == "state":
+        return _state(op, s, up=True)
     first, end = s.elements(_block(op), op.chunk)
     return _copied("h2d", "host", "device", [(Tag("weights", op.block, None, -1), first * s.weight, end * s.weight)])
 
@@ -128,12 +132,61 @@ def _save(op: Op, s: _Sizes) -> Needs:
         return _copied("d2h", "device", "host", [(Tag("partials"), 0, 4 * sum(s.tiles))])
     if op.what == "loss":
         return _copied("d2h", "device", "host", [(Tag("loss", None, m), 0, 4) for m in range(s.m)])
+    if op.what == "state":
+        return _state(op, s, up=False)
     first, end = s.elements(_block(op), op.chunk)
     return _copied("d2h", "device", "host", [(Tag("grad", op.block), first * s.link, end * s.link)])
 
 
+def _input_moves(op: Op, s: _Sizes) -> Needs:
+    """A layer's input goes down (stash) or comes back (fetch)."""
+    tag = Tag("hidden", _block(op), _micro(op))
+    if op.kind == "stash":
+        return _copied("d2h", "device", "host", [(tag, 0, s.hidden)])
+    return _copied("h2d", "host", "device", [(tag, 0, s.hidden)])
+
+
+def _staged(op: Op, s: _Sizes, step: int) -> set[Content]:
+    """A chunk of a block's state where it is updated in passing: the weights lie in their slot, the rest on its own."""
+    b, (first, end) = _block(op), s.elements(_block(op), op.chunk)
+    rest = {(what, n) for what, n in s.planes.items() if what != "weights"}
+    return {Content("device", Tag(what, b, op.chunk, step), 0, (end - first) * n) for what, n in rest} | {
+        Content("device", Tag("weights", b, None, step), first * s.weight, end * s.weight)
+    }
+
+
+def _staged_gradient(op: Op, s: _Sizes, step: int) -> Content:
+    b, (first, end) = _block(op), s.elements(_block(op), op.chunk)
+    if s.early:  # it has not left the device
+        return Content("device", Tag("grad", b, None, step), first * s.link, end * s.link)
+    return Content("device", Tag("grad", b, op.chunk, step), 0, (end - first) * s.link)
+
+
+def _state(op: Op, s: _Sizes, *, up: bool) -> Needs:
+    b, step = _block(op), -1 if s.late else 0
+    if not s.passes[b]:
+        raise ValueError(f"{op.name}: only the state of streamed_adam blocks passes through the device")
+    first, end = s.elements(b, op.chunk)
+    age = step - 1 if up else step
+    host = {Content("host", Tag(what, b, None, age), first * n, end * n) for what, n in s.planes.items()}
+    device = _staged(op, s, age)
+    if not up:
+        return Needs("d2h", frozenset(device), frozenset(host))
+    if s.early:  # weights and gradient are there from the backward
+        host = {c for c in host if c.tag.what != "weights"}
+        device = {c for c in device if c.tag.what != "weights"}
+    else:
+        host.add(Content("host", Tag("grad", b, None, step), first * s.link, end * s.link))
+        device.add(_staged_gradient(op, s, step))
+    return Needs("h2d", frozenset(host), frozenset(device))
+
+
 def _update(op: Op, s: _Sizes) -> Needs:
     b, step = _block(op), -1 if s.late else 0
+    if s.passes[b]:
+        constants = Content("device", Tag("constants", None, None, step), 0, 64)
+        reads = _staged(op, s, step - 1) | {_staged_gradient(op, s, step), constants}
+        return Needs("compute", frozenset(reads), frozenset(_staged(op, s, step)))
     space: str = "device" if s.resident[b] else "host"
     first, end = s.elements(b, op.chunk)
     reads = {Content(space, Tag(what, b, None, step - 1), first * n, end * n) for what, n in s.planes.items()}
@@ -167,10 +220,8 @@ def _input_op(op: Op, s: _Sizes) -> Needs:
 TABLE: dict[str, Callable[[Op, _Sizes], Needs]] = {
     "input": _input_op, "load": _load, "forward": _forward, "loss": _loss, "backward": _backward, "pack": _pack,
     "save": _save, "report": _report, "constants": _constants, "clip": _clip, "update": _update,
+    "stash": _input_moves, "fetch": _input_moves,
 }  # fmt: skip
-
-VECTORS = frozenset({"hidden", "dhidden", "saved", "input", "loss"})
-"""Contents whose range within a storage says which micro-batch they are; the table gives them from 0."""
 
 
 def table_of(schedule: Schedule) -> Callable[[Op], Needs]:

@@ -27,15 +27,18 @@ class BlockPlace:
     """A block as the plan places it.
 
     `resident`: all its state is on the device; `stays`: its state is on the host, but its weights have a device buffer of their
-    own. `chunks` are element ranges, cut at multiples of `ALIGN_ELEMENTS`; `tiles` the range of its norm partials among those of
-    the model.
+    own; `passes`: its state is on the host and passes through the device to be updated there. `keep`: what its forward saved is
+    kept; `offload`: its input passes through slots and waits on the host. `chunks` are element ranges, cut at multiples of
+    `ALIGN_ELEMENTS`; `tiles` the range of its norm partials among those of the model.
     """
 
     spec: BlockSpec
     size_class: str
     resident: bool
     stays: bool
+    passes: bool
     keep: bool
+    offload: bool
     chunks: tuple[tuple[int, int], ...]
     tiles: tuple[int, int]
 
@@ -60,13 +63,16 @@ def place_blocks(model: ModelSpec, recipe: Recipe, plan: Plan) -> tuple[BlockPla
     places, tile = [], 0
     for spec in model.blocks:
         tiles, placement = norm_tiles(spec), plan.placement_of(spec.kind, spec.layer)
+        activations = "recompute" if spec.layer is None else plan.activations_of(spec.layer)
         places.append(
             BlockPlace(
                 spec=spec,
                 size_class=size_class(spec),
                 resident=placement == "resident",
                 stays=placement == "device_weights",
-                keep=spec.layer is not None and plan.activations_of(spec.layer) == "keep",
+                passes=placement == "streamed_adam",
+                keep=activations == "keep",
+                offload=activations == "offload",
                 chunks=tuple(_cut(spec.span, max(per_chunk, ALIGN_ELEMENTS) if plan.chunk_bytes else spec.span)),
                 tiles=(tile, tile + tiles),
             )
@@ -116,17 +122,25 @@ class Storages:
         micro_batches = recipe.micro_batches
         hidden = model.hidden_nbytes(recipe.tokens_per_micro_batch, weight)
 
-        self._add("host", "constants", CONSTANTS_NBYTES)
+        self._add("host", "constants", CONSTANTS_NBYTES, copied=any(p.resident or p.passes for p in places))
         self._add("device", "constants.device", CONSTANTS_NBYTES)
         self._add("device", "loss", LOSS_NBYTES * micro_batches)
-        self._add("host", "loss.host", LOSS_NBYTES * micro_batches)
+        self._add("host", "loss.host", LOSS_NBYTES * micro_batches, copied=True)
         self._add("device", "partials", 4 * places[-1].tiles[1])
-        self._add("host", "partials.host", 4 * places[-1].tiles[1])
+        self._add("host", "partials.host", 4 * places[-1].tiles[1], copied=True)
         self._add("host", "norm", NORM_NBYTES)
         self._add("device", "input", micro_batches * input_nbytes(model, recipe))
         self._add("device", "dhidden", micro_batches * hidden)
+        offloaded = [p.spec.index for p in places if p.offload]
+        inputs = min(plan.input_slots, len(offloaded))
+        # The last ones are still in the slots when their backward comes.
+        self.stashed = frozenset(offloaded[: len(offloaded) - inputs])
+        self.input_slots = [self._add("device", f"islot.{k}", micro_batches * hidden) for k in range(inputs)]
         for place in places[1:]:
-            self._add("device", f"hidden[{place.spec.index}]", micro_batches * hidden)
+            if not place.offload:
+                self._add("device", f"hidden[{place.spec.index}]", micro_batches * hidden)
+            elif place.spec.index in self.stashed:
+                self._add("host", f"hidden[{place.spec.index}]", micro_batches * hidden, copied=True)
             if place.keep:
                 saved = recipe.tokens_per_micro_batch * model.saved_bytes_per_token(weight)
                 for m in range(micro_batches):
@@ -134,17 +148,21 @@ class Storages:
         for place in places:
             b, span = place.spec.index, place.spec.span
             space: Space = "device" if place.resident else "host"
-            self._add(space, f"weights[{b}]", span * weight)
+            self._add(space, f"weights[{b}]", span * weight, copied=not place.resident)
             if recipe.precision == "bf16":
-                self._add(space, f"lo[{b}]", span * 2)
-            self._add(space, f"m[{b}]", span * 4)
-            self._add(space, f"v[{b}]", span * 4)
+                self._add(space, f"lo[{b}]", span * 2, copied=place.passes)
+            self._add(space, f"m[{b}]", span * 4, copied=place.passes)
+            self._add(space, f"v[{b}]", span * 4, copied=place.passes)
             if plan.update != "during_backward":
-                self._add(space, f"grad[{b}]", span * link)
+                self._add(space, f"grad[{b}]", span * link, copied=not place.resident)
 
         self.own_slots = {
             p.spec.index: self._add("device", f"slot.block.{p.spec.index}", p.spec.span * weight) for p in places if p.stays
         }
+        # Blocks accumulate one after the other, but for a tied embedding, which does so from the loss to the end.
+        tied = model.blocks[-1].tied
+        if not tied:
+            self._add("device", "acc", 4 * max(p.spec.span for p in places))
         self.weight_slots: dict[str, list[int]] = {}
         self.gradient_slots: dict[str, list[int]] = {}
         self.host_gradient_slots: dict[str, list[int]] = {}
@@ -152,7 +170,8 @@ class Storages:
             members = [p for p in places if p.size_class == name]
             streamed = [p for p in members if not p.resident]
             pooled = members if plan.update == "during_backward" else streamed
-            if members:
+            from_host = [p for p in streamed if not p.passes]
+            if members and tied:
                 self._add("device", f"acc.{name}", 4 * max(p.spec.span for p in members))
             slots = {"layer": plan.weight_slots, "vocab": plan.vocab_slots, "norm": 1}[name]
             passing = [p for p in streamed if not p.stays]
@@ -161,18 +180,34 @@ class Storages:
             self.gradient_slots[name] = self._pool("device", f"gslot.{name}", pooled, grads, link)
             if plan.update == "during_backward":
                 grads = plan.host_gradient_slots if name == "layer" else 1
-                self.host_gradient_slots[name] = self._pool("host", f"gslot.{name}.host", streamed, grads, link)
+                self.host_gradient_slots[name] = self._pool("host", f"gslot.{name}.host", from_host, grads, link, copied=True)
 
-    def _add(self, space: Space, name: str, nbytes: int, *, dynamic: bool = False) -> int:
+        passing = [p for p in places if p.passes]
+        longest = max((end - first for p in passing for first, end in p.chunks), default=0)
+        planes = state_planes(recipe)[1:] + ([("grad", link)] if plan.update != "during_backward" else [])
+        self.state_slots = [
+            {what: self._add("device", f"state.{k}.{what}", longest * nbytes) for what, nbytes in planes}
+            for k in range(min(plan.state_slots, sum(len(p.chunks) for p in passing)))
+        ]
+
+    def _add(self, space: Space, name: str, nbytes: int, *, dynamic: bool = False, copied: bool = False) -> int:
         self.index[name] = len(self.table)
-        self.table.append(Storage(space=space, name=name, nbytes=nbytes, dynamic=dynamic))
+        self.table.append(Storage(space=space, name=name, nbytes=nbytes, dynamic=dynamic, copied=copied))
         return self.index[name]
 
-    def _pool(self, space: Space, name: str, members: list[BlockPlace], slots: int, itemsize: int) -> list[int]:
+    def _pool(
+        self, space: Space, name: str, members: list[BlockPlace], slots: int, itemsize: int, *, copied: bool = False
+    ) -> list[int]:
         if not members:
             return []
         nbytes = itemsize * max(p.spec.span for p in members)
-        return [self._add(space, f"{name}.{k}", nbytes) for k in range(min(slots, len(members)))]
+        return [self._add(space, f"{name}.{k}", nbytes, copied=copied) for k in range(min(slots, len(members)))]
+
+
+def state_planes(recipe: Recipe) -> list[tuple[str, int]]:
+    """What a block's state consists of, the streamed weights first, each with its bytes a parameter."""
+    low = [("lo", 2)] if recipe.precision == "bf16" else []
+    return [("weights", DTYPE_NBYTES[recipe.precision]), *low, ("m", 4), ("v", 4)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from megatrain.schedule.layout import (
     Storages,
     input_nbytes,
     place_blocks,
+    state_planes,
 )  # fmt: skip
 from megatrain.schedule.nouns import Access, Kind, Lane, Op, Part, Schedule, Tag
 
@@ -88,7 +89,7 @@ class _Step:
         for place in self.places[:-1]:
             if warm:
                 self.pending_updates([place])
-            self._forward(place, keep=place.keep)
+            self._forward(place, training=True)
         if warm:
             self.pending_updates([head])
         self._loss(training=True)
@@ -99,6 +100,7 @@ class _Step:
             self._load_constants()
         self._pack_and_save(head)
         for place in reversed(self.places[:-1]):
+            self._fetch(place)
             self._backward(place)
             self._pack_and_save(place)
         whole = (0, 4 * head.tiles[1], Tag("partials"))
@@ -116,7 +118,7 @@ class _Step:
     def evaluate(self) -> None:
         self._inputs()
         for place in self.places[:-1]:
-            self._forward(place, keep=False)
+            self._forward(place, training=False)
         self._loss(training=False)
 
     def pending_updates(self, places: Iterable[BlockPlace]) -> None:
@@ -132,17 +134,29 @@ class _Step:
         for m in self.micro_batches:
             self._emit("input", "h2d", micro=m, writes=[self._input(m)], after=barrier if m == 0 else ())
 
-    def _forward(self, place: BlockPlace, *, keep: bool) -> None:
-        b = place.spec.index
+    def _forward(self, place: BlockPlace, *, training: bool) -> None:
+        b, following = place.spec.index, self.places[place.spec.index + 1]
         weights = self._weights(place)
+        if following.offload:
+            self._take_slot(self.storages.input_slots, b + 1)
         for m in self.micro_batches:
             reads = [weights, self._input(m)]
-            writes = [self._hidden(b + 1, m)]
             if b > 0:
                 reads.append(self._hidden(b, m))
-            if keep:
+            writes = [self._hidden(b + 1, m)]  # used after the input, so that the input's slot is the next to go
+            if place.keep and training:
                 writes.append(self._saved(b, m))
             self._emit("forward", "compute", block=b, micro=m, reads=reads, writes=writes)
+            if b + 1 in self.storages.stashed and training:
+                self._copy("stash", None, self._hidden(b + 1, m), self._waiting(b + 1, m), block=b + 1, micro=m)
+
+    def _fetch(self, place: BlockPlace) -> None:
+        """The input of an offloaded layer comes back, unless a slot still holds it."""
+        b, slots = place.spec.index, self.storages.input_slots
+        if place.offload and all(self.held.get(s) != b for s in slots):
+            self._take_slot(slots, b)
+            for m in self.micro_batches:
+                self._copy("fetch", None, self._waiting(b, m), self._hidden(b, m), block=b, micro=m)
 
     def _loss(self, *, training: bool) -> None:
         head, embedding = self.places[-1], self.places[0]
@@ -190,7 +204,7 @@ class _Step:
         if place.resident and policy != "during_backward":
             target = self.storages.index[f"grad[{b}]"]
         else:
-            target = self._take(self.storages.gradient_slots[place.size_class], self.used)
+            target = self._take(self.storages.gradient_slots[place.size_class])
         tag = Tag("grad", b)
         packed = Access(target, 0, place.spec.span * self.link_nbytes, tag)
         start, stop = (4 * t for t in place.tiles)
@@ -200,8 +214,11 @@ class _Step:
             if policy == "during_backward":
                 self._update(place, step=0, gradient=target)
             return
+        if place.passes and policy == "during_backward":
+            self._update(place, step=0, gradient=target)
+            return
         if policy == "during_backward":
-            host = self._take(self.storages.host_gradient_slots[place.size_class], self.used)
+            host = self._take(self.storages.host_gradient_slots[place.size_class])
         else:
             host = self.storages.index[f"grad[{b}]"]
         for c, (first, end) in enumerate(place.chunks):
@@ -211,27 +228,63 @@ class _Step:
             self._update(place, step=0, gradient=host)
 
     def _update(self, place: BlockPlace, *, step: int, gradient: int | None = None) -> None:
-        """AdamW with the gradient of `step`: on the lane of the space where the block's state lives."""
+        """AdamW with the gradient of `step`: on the lane of the space where the block's state lives, or passes through."""
+        if place.passes:
+            self._update_passing(place, step=step, gradient=gradient)
+            return
         b = place.spec.index
         source = self.storages.index[f"grad[{b}]"] if gradient is None else gradient
-        planes = [("weights", self.weight_nbytes), ("m", 4), ("v", 4)]
-        if self.recipe.precision == "bf16":
-            planes.insert(1, ("lo", 2))
         lane: Lane = "compute" if place.resident else "cpu"
         constants = "constants.device" if place.resident else "constants"
         chunks = [(None, (0, place.spec.span))] if place.resident else list(enumerate(place.chunks))
         for c, (first, end) in chunks:
             state = [
                 (self.storages.index[f"{what}[{b}]"], first * size, end * size, Tag(what, b, None, step))
-                for what, size in planes
+                for what, size in state_planes(self.recipe)
             ]
             reads = [Access(s, i, j, tag.aged()) for s, i, j, tag in state]
             reads.append(Access(source, first * self.link_nbytes, end * self.link_nbytes, Tag("grad", b, None, step)))
             reads.append(self._constants(constants, step))
             self._emit("update", lane, block=b, chunk=c, reads=reads, writes=[Access(*s) for s in state])
 
+    def _update_passing(self, place: BlockPlace, *, step: int, gradient: int | None) -> None:
+        """Chunk by chunk the block's state goes up, is updated and goes down. The weights are updated in the slot that the
+        block's next forward reads, so they go up once for both. `gradient`: where the packed gradient still is on the device;
+        then the weights of the backward are there as well."""
+        b, tied_up = place.spec.index, gradient is not None
+        slot = self._weights(place).storage if tied_up else self._take_slot(self.storages.weight_slots[place.size_class], b)
+        for c, (first, end) in enumerate(place.chunks):
+            staged = min(self.storages.state_slots, key=lambda s: (self.used.get(s["m"], -1), s["m"]))
+            host, device = [], []
+            for what, size in state_planes(self.recipe):
+                old = Tag(what, b, None, step - 1)
+                host.append(Access(self.storages.index[f"{what}[{b}]"], first * size, end * size, old))
+                if what == "weights":
+                    device.append(Access(slot, first * size, end * size, old))
+                else:
+                    device.append(Access(staged[what], 0, (end - first) * size, old._replace(micro=c)))
+            span, tag = (first * self.link_nbytes, end * self.link_nbytes), Tag("grad", b, None, step)
+            up, down = list(host), list(device)
+            if gradient is None:
+                up.append(Access(self.storages.index[f"grad[{b}]"], *span, tag))
+                grad = Access(staged["grad"], 0, span[1] - span[0], tag._replace(micro=c))
+                down.append(grad)
+            else:
+                del up[0], down[0]  # the weights
+                grad = Access(gradient, *span, tag)
+            self._emit("load", "h2d", block=b, chunk=c, what="state", reads=up, writes=down)
+            updated = [a._replace(tag=a.tag._replace(step=step)) for a in device]
+            reads = [*device, grad, self._constants("constants.device", step)]
+            self._emit("update", "compute", block=b, chunk=c, reads=reads, writes=updated)
+            there = [a._replace(tag=a.tag._replace(step=step)) for a in host]
+            self._emit("save", "d2h", block=b, chunk=c, what="state", reads=updated, writes=there)
+            for storage in (staged["m"], slot, *(() if gradient is None else (gradient,))):
+                self._use(storage)
+        if step == 0:
+            del self.held[slot]  # what it holds is the next step's
+
     def _load_constants(self) -> None:
-        if any(p.resident for p in self.places):
+        if any(p.resident or p.passes for p in self.places):
             self._copy("load", "constants", self._constants("constants"), self._constants("constants.device"))
 
     # ---- where things are --------------------------------------------------------------------------------------------
@@ -246,19 +299,31 @@ class _Step:
         pool = [self.storages.own_slots[b]] if place.stays else self.storages.weight_slots[place.size_class]
         slot = next((s for s in pool if self.held.get(s) == b), None)
         if slot is None:
-            slot = self._take(pool, self.used)
-            self.held[slot] = b
+            slot = self._take_slot(pool, b)
             for c, (first, end) in enumerate(place.chunks):
                 span = (first * self.weight_nbytes, end * self.weight_nbytes, tag)
                 self._copy("load", None, Access(home, *span), Access(slot, *span), block=b, chunk=c)
-        self.used[slot] = len(self.ops)
+        self._use(slot)
         return Access(slot, 0, nbytes, tag)
 
-    def _take(self, pool: list[int], used: dict[int, int]) -> int:
-        """The slot whose last use in this step comes first; ties go to the lowest index."""
-        slot = min(pool, key=lambda s: (used.get(s, -1), s))
-        used[slot] = len(self.ops)
+    def _take_slot(self, pool: list[int], b: int) -> int:
+        """A slot that will hold something of block `b`; no other of the pool does from now on."""
+        for other in pool:
+            if self.held.get(other) == b:
+                del self.held[other]
+        slot = self._take(pool)
+        self.held[slot] = b
         return slot
+
+    def _take(self, pool: list[int]) -> int:
+        """The slot whose last use in this step comes first; of unused ones that of the lowest index."""
+        slot = min(pool, key=lambda s: (self.used.get(s, -1), s))
+        self._use(slot)
+        return slot
+
+    def _use(self, slot: int) -> None:
+        self.uses += 1
+        self.used[slot] = self.uses
 
     def _reset_slots(self) -> None:
         # Every weight changes in every step, so nothing a slot holds outlives one. Starting each step from the same order
@@ -266,6 +331,7 @@ class _Step:
         # backward of its pool.
         self.held: dict[int, int] = {}
         self.used: dict[int, int] = {}
+        self.uses = 0
 
     def _at(self, storage: str, start: int, stop: int, tag: Tag) -> Access:
         return Access(self.storages.index[storage], start, stop, tag)
@@ -277,6 +343,17 @@ class _Step:
         return self._at("input", m * self.input_nbytes, (m + 1) * self.input_nbytes, Tag("input", None, m))
 
     def _hidden(self, b: int, m: int) -> Access:
+        """A block's input on the device: where it stays, or in the slot that holds it now."""
+        n = self.hidden_nbytes
+        if self.places[b].offload:
+            storage = next(s for s in self.storages.input_slots if self.held.get(s) == b)
+            self._use(storage)
+        else:
+            storage = self.storages.index[f"hidden[{b}]"]
+        return Access(storage, m * n, (m + 1) * n, Tag("hidden", b, m))
+
+    def _waiting(self, b: int, m: int) -> Access:
+        """An offloaded layer's input on the host."""
         n = self.hidden_nbytes
         return self._at(f"hidden[{b}]", m * n, (m + 1) * n, Tag("hidden", b, m))
 
@@ -290,22 +367,24 @@ class _Step:
 
     def _accumulated(self, place: BlockPlace, contribution: int) -> Access:
         tag = Tag("acc", place.spec.index, contribution)
-        return self._at(f"acc.{place.size_class}", 0, 4 * place.spec.span, tag)
+        storage = f"acc.{place.size_class}" if self.places[-1].spec.tied else "acc"
+        return self._at(storage, 0, 4 * place.spec.span, tag)
 
     # ---- emitting ----------------------------------------------------------------------------------------------------
 
     def _copy(
         self,
-        kind: Literal["load", "save"],
+        kind: Literal["load", "save", "stash", "fetch"],
         what: str | None,
         source: Access,
         target: Access,
         *,
         block: int | None = None,
+        micro: int | None = None,
         chunk: int | None = None,
     ) -> None:
-        lane: Lane = "h2d" if kind == "load" else "d2h"
-        self._emit(kind, lane, block=block, chunk=chunk, what=what, reads=[source], writes=[target])
+        lane: Lane = "h2d" if kind in ("load", "fetch") else "d2h"
+        self._emit(kind, lane, block=block, micro=micro, chunk=chunk, what=what, reads=[source], writes=[target])
 
     def _emit(
         self,

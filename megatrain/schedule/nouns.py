@@ -30,16 +30,21 @@ LANES: tuple[Lane, ...] = ("h2d", "compute", "d2h", "cpu")
 Space = Literal["host", "device"]
 
 Kind = Literal[
-    "input", "load", "forward", "loss", "backward", "pack", "save", "report", "constants", "clip", "update",
+    "input", "load", "forward", "stash", "loss", "fetch", "backward", "pack", "save", "report", "constants", "clip", "update",
 ]  # fmt: skip
-"""input: the batch goes up. load/save: bytes go up/down. loss: final norm, head forward and (in training) backward of one
-micro-batch. pack: accumulated gradients rounded once, norm partials. report: the losses, now on the host, go to whoever asked
-for the step. constants: the optimizer's constants of a step whose updates wait for no norm. clip: finish the norm (and, where
-updates wait for it, the constants). update: AdamW on a range."""
+COPIES: tuple[Kind, ...] = ("load", "save", "stash", "fetch")
+"""input: the batch goes up. load/save: bytes go up/down. stash/fetch: a layer's input goes down, and up again. loss: final norm,
+head forward and (in training) backward of one micro-batch. pack: accumulated gradients rounded once, norm partials. report: the
+losses, now on the host, go to whoever asked for the step. constants: the optimizer's constants of a step whose updates wait for
+no norm. clip: finish the norm (and, where updates wait for it, the constants). update: AdamW on a range."""
 
 
 class Tag(NamedTuple):
-    """What a range of bytes holds; `step` is relative to the step that looks at it (0: made in this step)."""
+    """What a range of bytes holds; `step` is relative to the step that looks at it (0: made in this step).
+
+    `micro` is the micro-batch or, of a block's state on its way through the device, the chunk: such contents lie anywhere in
+    their storage, others where the block has them.
+    """
 
     what: str
     block: int | None = None
@@ -70,21 +75,24 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """A named run of bytes. `dynamic` ones exist only from their first write to their last read (saved activations)."""
+    """A named run of bytes. `dynamic` ones exist only from their first write to their last read (saved activations). `copied`
+    ones are on the host and copies between host and device touch them."""
 
     space: Space
     name: str
     nbytes: int
     device: int = 0
     dynamic: bool = False
+    copied: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One piece of work on one lane. `deps` are positions in the same part, `prev` names of ops of the part before.
 
-    `block`, `micro` and `chunk` say which instance of its kind it is; `what` names a copy that belongs to no block
-    (`save[loss]`); `nth` tells apart ops of one name within a part (the second load of a block: `load[3.1]#2`).
+    `block`, `micro` and `chunk` say which instance of its kind it is; `what` names a copy of something else than a block's
+    weights or gradient (`save[loss]`, `load[state.3.1]`); `nth` tells apart ops of one name within a part (the second load of a
+    block: `load[3.1]#2`).
     """
 
     kind: Kind
@@ -101,7 +109,7 @@ class Op:
 
     @property
     def name(self) -> str:
-        inner = self.what or ".".join(str(i) for i in (self.block, self.micro, self.chunk) if i is not None)
+        inner = ".".join(str(i) for i in (self.what, self.block, self.micro, self.chunk) if i is not None)
         suffix = f"#{self.nth}" if self.nth > 1 else ""
         return f"{self.kind}[{inner}]{suffix}" if inner else self.kind + suffix
 

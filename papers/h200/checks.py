@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -97,7 +98,10 @@ class RandomWeights(Mapping[str, Tensor]):
         if "norm" in name:
             return torch.ones(shape)
         generator = torch.Generator(self._device).manual_seed(hash_of(name))
-        return (torch.randn(shape, generator=generator, device=self._device) * 0.02).bfloat16()
+        made, piece = torch.empty(math.prod(shape), dtype=torch.bfloat16, device=self._device), 1 << 24
+        for part in made.split(piece):  # so that the largest takes little beside itself
+            part.copy_(torch.randn(part.numel(), generator=generator, device=self._device) * 0.02)
+        return made.view(shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -236,11 +240,50 @@ PLANS: dict[str, Plan] = {
     ),
     "resident, recomputed": Plan(placement={"default": "resident"}),
     "kept, depth 1": Plan(activations={"default": "keep"}, weight_slots=1, chunk_bytes=1 << 19),
+    "streamed_adam": Plan(placement={"default": "streamed_adam"}, chunk_bytes=1 << 18),
+    "streamed_adam, one slot of each": Plan(
+        placement={"default": "streamed_adam"}, weight_slots=1, gradient_slots=1, state_slots=1, chunk_bytes=0
+    ),
+    "streamed_adam, after, depth 3, small chunks": Plan(
+        placement={"default": "streamed_adam"}, update="after", weight_slots=3, state_slots=3, chunk_bytes=1 << 15
+    ),
+    "streamed_adam, offload": Plan(
+        placement={"default": "streamed_adam"}, activations={"default": "offload"}, chunk_bytes=1 << 17
+    ),
+    "device_weights, streamed_adam, resident mixed": Plan(
+        placement={"default": "device_weights", "head": "streamed", "0-1": "streamed_adam", "3": "resident", "5": "streamed"},
+        state_slots=1, chunk_bytes=1 << 17,
+    ),
+    "embedding and head streamed_adam": Plan(
+        placement={"default": "streamed", "embedding": "streamed_adam", "head": "streamed_adam"}, vocab_slots=1,
+        chunk_bytes=1 << 16,
+    ),
+    "CPU and streamed_adam in turn": Plan(
+        placement={"default": "streamed", "0": "streamed_adam", "2": "streamed_adam", "4": "streamed_adam", "6": "streamed_adam"},
+        weight_slots=3, chunk_bytes=1 << 16,
+    ),
+    "offload": Plan(activations={"default": "offload"}, chunk_bytes=1 << 18),
+    "offload, keep, recompute mixed": Plan(
+        activations={"default": "offload", "1": "keep", "3": "recompute", "4": "keep"}, input_slots=3, weight_slots=1
+    ),
+    "resident, offload, after": Plan(placement={"default": "resident"}, activations={"default": "offload"}, update="after"),
 }  # fmt: skip
 FREE_PLANS: dict[str, Plan] = {
     "during_backward, depth 2": Plan(update="during_backward", weight_slots=2, chunk_bytes=1 << 16),
     "during_backward, mixed": Plan(
         update="during_backward", placement={"default": "streamed", "2-4": "resident", "head": "resident"}
+    ),
+    "during_backward, streamed_adam": Plan(
+        update="during_backward", placement={"default": "streamed_adam"}, vocab_slots=1, chunk_bytes=1 << 16
+    ),
+    "during_backward, streamed_adam, one slot of each, offload": Plan(
+        update="during_backward", placement={"default": "streamed_adam"}, activations={"default": "offload"}, weight_slots=1,
+        gradient_slots=1, state_slots=1, chunk_bytes=0,
+    ),
+    "during_backward, every placement and every activation": Plan(
+        update="during_backward", activations={"default": "offload", "1": "keep", "4": "recompute"}, state_slots=3,
+        placement={"default": "streamed_adam", "0": "device_weights", "2": "resident", "4-5": "streamed", "head": "resident"},
+        input_slots=3, chunk_bytes=1 << 17,
     ),
 }  # fmt: skip
 
@@ -259,7 +302,7 @@ def bitwise(device: Device, folder: Path) -> dict[str, Any]:
                 assert_same_bits(train(model, recipe, plan, device=device), reference)
                 done[f"{'compiled' if compiled else 'eager'} {'tied' if tied else 'untied'} {name}"] = True
         reference = train(model, clipped, PLANS["resident, kept"], device=device)
-        for plan in (PLANS["streamed, depth 3, kept"], PLANS["streamed, depth 1"]):
+        for plan in (PLANS["streamed, depth 3, kept"], PLANS["streamed, depth 1"], PLANS["streamed_adam, offload"]):
             assert_same_bits(train(model, clipped, plan, wrap=poisoned, device=device), reference)
             assert_same_bits(train(model, clipped, plan, wrap=delayed(1), device=device), reference)
     return {"plans equal, poison and delays included": sorted(done)}

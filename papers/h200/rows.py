@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,9 +31,17 @@ import torch
 from megatrain.derive import by_cause, derive
 from megatrain.engine.engine import Engine
 from megatrain.files import Job, load_hardware, load_job, save_job
+from megatrain.files.fields import plain
+from megatrain.layers.head import head_template
+from megatrain.layers.inputs import layer_inputs, make_inputs
+from megatrain.layers.template import layer_templates
 from megatrain.model import ModelSpec
-from megatrain.recipe import Recipe
-from papers.h200.checks import CALIBRATED, Device, RandomWeights, batches, qwen, segments
+from megatrain.optim.constants import step_constants
+from megatrain.optim.kernel import Run, prepare_adamw
+from megatrain.recipe import AdamW, Recipe
+from papers.h200.checks import CALIBRATED, Device, RandomWeights, batches, device_rates, qwen, segments
+from papers.h200.floor import Rates, floor_s
+from sim.ledger import ledger
 from sim.planner import explain, plan_for
 
 PLANS = Path(__file__).with_name("plans")
@@ -82,13 +93,106 @@ def plan(name: str) -> None:
     """Choose the row's plan and write it; what the planner says of it stands beside it."""
     row, hardware = ROWS[name], load_hardware(CALIBRATED)
     memory = None if row.gpu_memory_gib is None else row.gpu_memory_gib << 30
+    alike = (other for other, it in ROWS.items() if it.model == row.model and it.gpu_memory_gib == row.gpu_memory_gib)
+    files = [PLANS / f"{other}.yaml" for other in alike if ROWS[other].clipping == row.clipping]
+    seeds = [load_job(path).plan for path in files if path.exists()]  # what was found before, here or for other tokens
     planned = plan_for(
-        qwen(row.model, "cuda"), row.recipe, hardware, gpu_memory=memory, host_memory=HOST_MEMORY, marginals=False
+        qwen(row.model, "cuda"), row.recipe, hardware, gpu_memory=memory, host_memory=HOST_MEMORY, seeds=seeds, marginals=False
     )
     PLANS.mkdir(exist_ok=True)
     save_job(PLANS / f"{name}.yaml", Job(model=f"qwen2.5-{row.model.lower()}", recipe=row.recipe, plan=planned.plan))
     (PLANS / f"{name}.txt").write_text(explain(planned) + "\n")
     print(f"{name}: {planned.step_ns / 1e9:.3f} s, at most {row.limit_s:.3g}")
+
+
+def machine_rates(device: Device, threads: int) -> dict[str, float]:
+    """Bytes a second: link up and down alone, the CPU optimizer alone, it and both directions together, the GPU's optimizer."""
+    if device == "cpu":
+        return dict.fromkeys(MACHINE_RATES, 1e9)
+    n, chunk = 1 << 28, 1 << 28
+    hi, lo, g = torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int16), torch.zeros(n, dtype=torch.bfloat16)
+    m, v, constants = torch.zeros(n), torch.zeros(n), torch.from_numpy(step_constants(AdamW(), 1))
+    update = prepare_adamw((hi, lo), m, v, g, constants, [Run(0, n, True)], threads=threads)
+    here = {way: torch.zeros(chunk, dtype=torch.uint8, pin_memory=True) for way in ("up", "down")}
+    there = {way: torch.zeros(chunk, dtype=torch.uint8, device="cuda") for way in here}
+    streams = {way: torch.cuda.Stream() for way in here}
+
+    def copy(way: str) -> None:
+        with torch.cuda.stream(streams[way]):
+            target, source = (there, here) if way == "up" else (here, there)
+            target[way].copy_(source[way], non_blocking=True)
+
+    def alone(work: Callable[[], None], nbytes: int) -> float:
+        times = []
+        for _ in range(6):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            work()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        return nbytes / statistics.median(times[1:])
+
+    found = {
+        "h2d_bytes_per_s": alone(lambda: copy("up"), chunk), "d2h_bytes_per_s": alone(lambda: copy("down"), chunk),
+        "adam_bytes_per_s": alone(lambda: update(), 26 * n), "gpu_adam_bytes_per_s": device_rates()["adamw"] * 1e9,
+    }  # fmt: skip
+    # Copies until the optimizer ends; the last ones overhang it by no more than a piece each.
+    copies, events, started = 0, [], time.perf_counter()
+    worker = threading.Thread(target=lambda: [update() for _ in range(4)])
+    worker.start()
+    while worker.is_alive():
+        for way in here:
+            copy(way)
+            copies += 1
+        events.append(streams["up"].record_event())
+        if len(events) > 2:
+            events.pop(0).synchronize()
+    torch.cuda.synchronize()
+    found["dram_bytes_per_s"] = (4 * 26 * n + copies * chunk) / (time.perf_counter() - started)
+    return found
+
+
+MACHINE_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", "adam_bytes_per_s", "gpu_adam_bytes_per_s", "dram_bytes_per_s")
+
+
+def block_seconds(model: ModelSpec, recipe: Recipe, device: Device) -> dict[str, float]:
+    """Seconds of a decoder layer's forward and backward and of the loss, one micro-batch of the recipe, alone on the device."""
+    if device == "cuda":
+        from megatrain.engine.cuda import configure
+
+        configure(recipe)
+    made = RandomWeights(model, device)
+
+    def weights(params: Iterable[Any]) -> list[torch.Tensor]:
+        return [made[p.name].bfloat16().to(device) for p in params]
+
+    batch = {"input_ids": batches(model, recipe, 1)[0]["input_ids"][: recipe.micro_batch_size]}
+    inputs = {k: t.to(device) for k, t in make_inputs(model, dataclasses.replace(recipe, micro_batches=1), batch)[0].items()}
+    layer, head = layer_templates(model, attention=recipe.attention, compiled=recipe.compiled)[0], head_template(model)
+    of_layer, of_head = weights(model.layers[0].params), weights(model.head.params)
+    shape = (recipe.micro_batch_size, recipe.seq_len, model.hidden_size)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
+    sums = [torch.zeros(w.shape, device=device) for w in of_head]
+    times: dict[str, list[float]] = {"layer_forward_s": [], "layer_backward_s": [], "loss_s": []}
+
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        result = work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times[name].append(time.perf_counter() - started)
+        return result
+
+    for _ in range(12):  # what launching costs is small beside a block of these sizes
+        _, saved = timed("layer_forward_s", lambda: layer.forward(of_layer, x, layer_inputs(inputs)))
+        timed("layer_backward_s", lambda saved=saved: layer.backward(of_layer, saved, x))
+    for _ in range(4):
+        timed("loss_s", lambda: head.loss_forward_backward(
+            of_head, x, inputs["targets"], recipe.tokens_per_step, recipe.loss_tile, sums, first=False
+        ))  # fmt: skip
+    return {name: statistics.median(values[len(values) // 2 :]) for name, values in times.items()}
 
 
 class Watcher:
@@ -136,12 +240,16 @@ class Watcher:
             self._process.kill()
 
 
-def measure(name: str, device: Device, watcher: Watcher, commit: str) -> dict[str, Any]:
+def measure(name: str, device: Device, watcher: Watcher, commit: str, machine: dict[str, float]) -> dict[str, Any]:
     """Run a row: figures of the steady steps, every loss, whether every block was updated, memory."""
     row, job = ROWS[name], load_job(PLANS / f"{name}.yaml")
     model, recipe, plan = qwen(row.model, device), job.recipe, job.plan
     if device == "cpu":
         model, recipe, plan = rehearsal(model, recipe, job)
+    rates = Rates(**machine, **block_seconds(model, recipe, device))
+    floor = floor_s(model, recipe, plan, rates)
+    book = ledger(model, recipe, plan, load_hardware(CALIBRATED))
+    gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -162,6 +270,7 @@ def measure(name: str, device: Device, watcher: Watcher, commit: str) -> dict[st
         at_end = segments(device)
         changed = [a != b for a, b in zip(before, checksums(engine), strict=True)]
         gpu, host = watcher.peaks()
+        pinned = sum(engine.memory.named(s.name).numel() for s in engine.schedule.storages if s.copied)
         facts = derive(engine.schedule, trace)
         # The first traced step is the prologue, with no update pending: no steady one.
         times = [ns / 1e9 for ns in facts.step_times_ns]
@@ -178,6 +287,9 @@ def measure(name: str, device: Device, watcher: Watcher, commit: str) -> dict[st
             "gpu_peak_gib": round(gpu / 2**30, 3), "host_peak_gib": round(host / 2**30, 3), "commit": commit,
             "limit_s": row.limit_s, "losses": [round(x, 4) for x in losses], "norms": [round(x, 4) for x in norms],
             "every block updated": all(changed), "digests equal": list(trace.digests) == [expected[p] for p in trace.parts],
+            "floor_s": round(floor.seconds, 4), "floor_by": floor.binds, "rates": dataclasses.asdict(rates), "job": plain(job),
+            "ledger_device_gib": [round(book.device_nbytes() / 2**30, 3), round(gpu / 2**30, 3)],
+            "ledger_pinned_gib": [round(n / 2**30, 3) for n in (book.nbytes("step", "pinned"), pinned)],
             "segments flat": at_start == at_end, "ready_s": round(ready_s, 1), "warm_s": round(warm_s, 1), **busy,
             "allocator_gib": round(torch.cuda.max_memory_reserved() / 2**30, 3) if device == "cuda" else None,
             "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if device == "cuda" else None,
@@ -207,9 +319,13 @@ def checksums(engine: Engine) -> list[int]:
 
 
 def rehearsal(model: ModelSpec, recipe: Recipe, job: Job) -> tuple[ModelSpec, Recipe, Any]:
-    """The same kind of row at a size that a laptop's cores run; the plan without what names layers that are not there."""
+    """The same kind of row at a size that a laptop's cores run, under a plan with every kind of placement."""
     small = dataclasses.replace(recipe, micro_batch_size=2, seq_len=16, compiled=False, loss_tile=16)
-    return model, small, dataclasses.replace(job.plan, placement={"default": "streamed"}, activations={}, adam_threads=2)
+    return model, small, dataclasses.replace(
+        job.plan, adam_threads=2,
+        placement={"default": "streamed", "embedding": "streamed_adam", "0": "streamed_adam", "1": "resident"},
+        activations={"default": "offload", "3": "keep"},
+    )  # fmt: skip
 
 
 def main() -> int:
@@ -228,9 +344,10 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     failed = 0
     with Watcher(options.device) as watcher, (options.out / "rows.jsonl").open("a") as log:
+        machine = machine_rates(options.device, threads=14)
         for name in names:
             try:
-                found = measure(name, options.device, watcher, options.commit)
+                found = measure(name, options.device, watcher, options.commit, machine)
             except Exception as error:
                 traceback.print_exc()
                 found = {"row": name, "error": f"{type(error).__name__}: {error}"[:2000]}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -164,46 +166,83 @@ def delayed(seed: int, lane: Lane | None = None, longest_ns: int = 2_000_000) ->
 
 
 def poisoned(inner: Any) -> Backend:
-    """Fill every slot with NaN as soon as its last reader has ended: weights, gradients, hidden states, inputs."""
-    releases = last_readers(inner.schedule)
+    """Fill every slot with NaN as soon as the last op that touches its content has ended: weights, gradients, hidden states,
+    inputs, and state on its way through the device."""
+    releases = releases_of(inner.schedule)
+    streams = getattr(inner.lanes, "streams", {})  # where lanes are streams: an op that returns has only been enqueued
+    arrived: dict[Release, dict[Lane, Any]] = {}
+    lock = threading.Lock()
 
     def after(op: Op) -> None:
-        stream = getattr(inner.lanes, "streams", {}).get(op.lane)  # the lane's own, where lanes are streams
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            for storage, start, stop in releases.get(op.name, ()):
+        stream = streams.get(op.lane)
+        for release in releases.get(id(op), ()):
+            with lock:
+                there = arrived.setdefault(release, {})
+                there[op.lane] = None if stream is None or len(release.lanes) == 1 else stream.record_event()
+                if len(there) < len(release.lanes):
+                    continue  # another lane has yet to touch it
+                del arrived[release]
+            for event in there.values():
+                if event is not None:
+                    stream.wait_event(event)
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
                 memory: Memory = inner.memory
-                memory.named(storage)[start:stop].fill_(0xFF)
+                memory.named(release.storage)[release.start : release.stop].fill_(0xFF)
 
     return Disturbed(inner=inner, after=after)
 
 
-def last_readers(schedule: Schedule) -> dict[str, list[tuple[str, int, int]]]:
-    """Op name -> device ranges whose content nobody touches after it, in a step.
+PASSING = ("slot.", "gslot.", "islot.", "state.", "acc", "hidden[", "dhidden", "input")
+"""Device storages that pass from content to content within a step."""
 
-    One pass in single-lane order over the storages that pass from content to content within a step. Their readers all sit on one
-    lane, so the last in this order is the last in any.
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Release:
+    """Bytes whose content nobody touches any more in a step, once the last op that does has ended on each of `lanes`."""
+
+    storage: str
+    start: int
+    stop: int
+    lanes: frozenset[Lane]
+
+
+def releases_of(schedule: Schedule) -> dict[int, list[Release]]:
+    """The id of an op -> what is released by it and by the last ones on other lanes.
+
+    One pass through each part in its order, range by range: the next content of a chunk may arrive while that of another
+    is still read. A content may be read on two lanes at once (a layer's input by its forward and by its stash), so which of the
+    last ops ends last is not known before.
     """
-    passing = ("slot.", "gslot.", "acc.", "hidden[", "dhidden", "input")
-    current: dict[tuple[int, int], tuple[tuple[str, int | None], str, int]] = {}
-    out: dict[str, list[tuple[str, int, int]]] = {}
-
-    def release(key: tuple[int, int], name: str, stop: int) -> None:
-        out.setdefault(name, []).append((schedule.storages[key[0]].name, key[1], stop))
-
-    for op in schedule.body.ops:
+    parts = (schedule.prologue, schedule.body, schedule.epilogue)
+    passing = {i for i, s in enumerate(schedule.storages) if s.space == "device" and s.name.startswith(PASSING)}
+    cuts: dict[int, set[int]] = {i: set() for i in passing}
+    for op in (op for part in parts for op in part.ops):
         for a in (*op.reads, *op.writes):
-            storage = schedule.storages[a.storage]
-            if storage.space != "device" or not storage.name.startswith(passing):
-                continue
-            # Micro-batches lie side by side in the last three; the others hold one block from byte 0.
-            vector = storage.name.startswith(("hidden[", "dhidden", "input"))
-            key = (a.storage, a.start if vector else 0)
-            content = (a.tag.what, a.tag.block)
-            before = current.get(key)
-            if before is not None and before[0] != content and before[1] != op.name:
-                release(key, before[1], before[2])
-            stop = a.stop if before is None or before[0] != content else max(a.stop, before[2])
-            current[key] = (content, op.name, stop)
-    for key, (_, name, stop) in current.items():
-        release(key, name, stop)
+            cuts.get(a.storage, set()).update((a.start, a.stop))
+    ranges = {i: list(pairwise(sorted(points))) for i, points in cuts.items()}
+    out: dict[int, list[Release]] = {}
+
+    def release(storage: int, start: int, stop: int, last: dict[Lane, Op]) -> None:
+        found = Release(storage=schedule.storages[storage].name, start=start, stop=stop, lanes=frozenset(last))
+        for op in last.values():
+            out.setdefault(id(op), []).append(found)
+
+    for part in parts:
+        current: dict[tuple[int, int, int], tuple[tuple[object, ...], dict[Lane, Op]]] = {}
+        for op in part.ops:
+            for a in (a for a in (*op.reads, *op.writes) if a.storage in passing):
+                chunk = a.tag.micro if schedule.storages[a.storage].name.startswith("state.") else None
+                content = (a.tag.what, a.tag.block, chunk)
+                for start, stop in ranges[a.storage]:
+                    if stop <= a.start or start >= a.stop:
+                        continue
+                    held, last = current.get((a.storage, start, stop), (None, {}))
+                    if held != content:
+                        # An op that turns one content into another leaves nothing to fill.
+                        if last and all(op is not other for other in last.values()):
+                            release(a.storage, start, stop, last)
+                        last = {}
+                    current[a.storage, start, stop] = (content, last | {op.lane: op})
+        for key, (_, last) in current.items():
+            release(*key, last)
     return out

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -21,7 +22,7 @@ from megatrain.engine.executor import Executor, Issue, LaneError, PartRun, run_s
 from megatrain.engine.memory import Memory
 from megatrain.engine.null import NullBackend
 from megatrain.hardware import H200
-from megatrain.plan import Plan
+from megatrain.plan import Placement, Plan, UpdatePolicy
 from megatrain.schedule import LANES, Access, Lane, Op, Part, lower
 from megatrain.schedule.nouns import Kind
 from sim.simulate import simulate
@@ -29,8 +30,15 @@ from tests.engine.small import Disturbed, poisoned, random_batches, random_weigh
 
 PLAN = Plan(weight_slots=2, chunk_bytes=4096, update="next_forward")
 EARLY = Plan(weight_slots=2, chunk_bytes=4096, update="during_backward", placement={"2": "resident"})
-KINDS = [(kind, EARLY if kind == "constants" else PLAN) for kind in get_args(Kind)]
-"""Every kind, with a plan that has it."""
+PASSING = Plan(
+    placement={"default": "streamed_adam"}, activations={"default": "offload"}, weight_slots=2, chunk_bytes=4096,
+    update="next_forward",
+)  # fmt: skip
+KINDS: list[tuple[Kind, str | None, Plan]] = [
+    *((kind, None, {"constants": EARLY, "stash": PASSING, "fetch": PASSING}.get(kind, PLAN)) for kind in get_args(Kind)),
+    ("load", "state", PASSING), ("update", None, PASSING), ("save", "state", PASSING),
+]  # fmt: skip
+"""Every kind, with a plan that has it; and those that a block's state passes through the device by."""
 
 
 def run_and_compare(plan: Plan = PLAN) -> None:
@@ -43,6 +51,7 @@ def run_and_compare(plan: Plan = PLAN) -> None:
 
 def test_an_engine_that_runs_the_schedule_passes_compare() -> None:
     run_and_compare()
+    run_and_compare(PASSING)
 
 
 def test_an_engine_that_swaps_two_ops_fails_compare(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +98,14 @@ def test_an_engine_that_copies_to_the_wrong_slot_fails_compare(monkeypatch: pyte
         run_and_compare()
 
 
-@pytest.mark.parametrize("name", ["pack[4]", "backward[2.0]", "load[3.1]", "clip"])
-def test_an_engine_that_forgets_a_wait_fails_compare(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("pack[4]", PLAN), ("backward[2.0]", PLAN), ("load[3.1]", PLAN), ("clip", PLAN), ("fetch[2.1]", PASSING),
+        ("load[state.4.0]", PASSING), ("save[state.4.0]", PASSING),
+    ],
+)  # fmt: skip
+def test_an_engine_that_forgets_a_wait_fails_compare(name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = PartRun.deps_of
     forgotten: list[str] = []
 
@@ -103,15 +118,15 @@ def test_an_engine_that_forgets_a_wait_fails_compare(name: str, monkeypatch: pyt
 
     monkeypatch.setattr(PartRun, "deps_of", forgetful)
     with pytest.raises(ForeignTrace):
-        run_and_compare()
+        run_and_compare(plan)
     assert forgotten
 
 
 # ---- failures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "plan"), KINDS)
-def test_an_exception_in_a_kernel_ends_the_run_and_names_the_op(kind: Kind, plan: Plan) -> None:
+@pytest.mark.parametrize(("kind", "what", "plan"), KINDS)
+def test_an_exception_in_a_kernel_ends_the_run_and_names_the_op(kind: Kind, what: str | None, plan: Plan) -> None:
     failed_at: list[tuple[float, str]] = []
 
     def failing(inner: Any) -> Backend:
@@ -119,8 +134,9 @@ def test_an_exception_in_a_kernel_ends_the_run_and_names_the_op(kind: Kind, plan
 
         def before(op: Op) -> None:
             nonlocal seen
-            seen += op.kind == kind
-            if op.kind == kind and seen == 5:
+            meant = op.kind == kind and what in (None, op.what)
+            seen += meant
+            if meant and seen == 5:
                 failed_at.append((time.monotonic(), op.name))
                 raise OSError("no more of it")
 
@@ -230,18 +246,19 @@ def corrupted(inner: Any, value: float, step_number: int) -> Backend:
         if op.name == "pack[4]":
             seen += 1
             if seen == step_number:
-                inner.memory.named("acc.layer").view(torch.float32)[40] = value
+                inner.memory.bind(op.reads[0]).view(torch.float32)[40] = value
 
     return Disturbed(inner=inner, before=before)
 
 
-@pytest.mark.parametrize("placement", ["streamed", "resident"])
+@pytest.mark.parametrize("placement", ["streamed", "resident", "streamed_adam"])
 @pytest.mark.parametrize("policy", ["after", "next_forward"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_skips_the_step(policy: str, placement: str, value: float) -> None:
     """Every bit of state stays, the step count and learning rate do not advance, the next batch is the next batch."""
     model, recipe = small_model(), small_recipe(precision="bf16")
-    plan = Plan(placement={"default": placement}, update=policy, chunk_bytes=2048)  # type: ignore[dict-item, arg-type]
+    activations = {"default": "offload" if placement == "streamed_adam" else "recompute"}
+    plan = Plan(placement={"default": placement}, activations=activations, update=policy, chunk_bytes=2048)  # type: ignore[dict-item, arg-type]
     batches = random_batches(model, recipe, 3)
     with (
         Engine(model, recipe, plan, random_weights(model), wrap=lambda b: corrupted(b, value, 2)) as engine,
@@ -258,9 +275,37 @@ def test_a_gradient_that_is_not_finite_skips_the_step(policy: str, placement: st
         assert all(torch.equal(mine[n].m, others[n].m) and torch.equal(mine[n].v, others[n].v) for n in mine)
 
 
-def test_during_backward_stops_on_a_gradient_that_is_not_finite() -> None:
+@pytest.mark.parametrize("policy", ["after", "next_forward"])
+def test_a_skipped_step_writes_back_what_it_brought(policy: str) -> None:
+    """State still passes through the device in a step that is skipped: it comes down as it went up, padding included."""
+    model, recipe = small_model(tied=True), small_recipe(precision="bf16")
+    plan = replace(PASSING, update=policy, state_slots=1)  # type: ignore[arg-type]
+    batches, moved = random_batches(model, recipe, 3), 0
+
+    def counting(inner: Any) -> Backend:
+        def before(op: Op) -> None:
+            nonlocal moved
+            moved += op.kind == "save" and op.what == "state"
+
+        return Disturbed(inner=corrupted(inner, float("nan"), 3), before=before)
+
+    with Engine(model, recipe, plan, random_weights(model), wrap=counting) as engine:
+        planes = [f"{what}[{b.index}]" for b in model.blocks for what in ("weights", "lo", "m", "v")]
+        for batch in batches[:2]:
+            engine.step(batch)
+        engine.flush()
+        before, moved_before = {name: engine.memory.named(name).clone() for name in planes}, moved
+        assert engine.step(batches[2]).skipped is not None
+        engine.flush()
+        assert moved > moved_before
+        assert [name for name in planes if not torch.equal(before[name], engine.memory.named(name))] == []
+        assert engine.applied_updates == 2
+
+
+@pytest.mark.parametrize("placement", ["streamed", "streamed_adam"])
+def test_during_backward_stops_on_a_gradient_that_is_not_finite(placement: Placement) -> None:
     model, recipe = small_model(), small_recipe(clip_norm=None)
-    plan = Plan(update="during_backward")
+    plan = Plan(placement={"default": placement}, update="during_backward")
     with (
         Engine(model, recipe, plan, random_weights(model), wrap=lambda b: corrupted(b, float("nan"), 1)) as engine,
         pytest.raises(LaneError, match=r"clip on cpu: NonFiniteGradient: .*layers\.3.*resume from a checkpoint"),
@@ -269,13 +314,15 @@ def test_during_backward_stops_on_a_gradient_that_is_not_finite() -> None:
         engine.flush()
 
 
+@pytest.mark.parametrize("placement", ["streamed", "streamed_adam"])
 @pytest.mark.parametrize("policy", ["after", "next_forward", "during_backward"])
-def test_a_batch_without_a_valid_token_changes_nothing(policy: str) -> None:
+def test_a_batch_without_a_valid_token_changes_nothing(policy: UpdatePolicy, placement: Placement) -> None:
     model = small_model()
     recipe = small_recipe(clip_norm=None)
     batch = random_batches(model, recipe, 1)[0]
     batch["labels"] = torch.full_like(batch["input_ids"], -100)
-    with Engine(model, recipe, Plan(update=policy), random_weights(model)) as engine:  # type: ignore[arg-type]
+    plan = Plan(placement={"default": placement}, update=policy)
+    with Engine(model, recipe, plan, random_weights(model)) as engine:
         before = engine.state_dict()
         result = engine.step(batch)
         assert result.skipped == "no valid token in the batch"
@@ -285,21 +332,58 @@ def test_a_batch_without_a_valid_token_changes_nothing(policy: str) -> None:
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_poison_is_really_put_into_slots() -> None:
+@pytest.mark.parametrize(
+    ("plan", "op_name", "slots"),
+    [
+        (PLAN, "backward[3.0]", ("slot.layer.0", "slot.layer.1")),
+        (PASSING, "backward[3.0]", ("slot.layer.0", "slot.layer.1")),
+        (PASSING, "backward[3.0]", ("islot.0", "islot.1")),
+    ],
+)
+def test_poison_that_comes_too_early_is_seen(plan: Plan, op_name: str, slots: tuple[str, ...]) -> None:
     """The harness of the bitwise tests bites: poison put down one op too early changes the result."""
 
     def too_early(inner: Any) -> Backend:
         def before(op: Op) -> None:
-            if op.name == "backward[3.0]":
-                inner.memory.named("slot.layer.0").fill_(0xFF)
-                inner.memory.named("slot.layer.1").fill_(0xFF)
+            if op.name == op_name:
+                for slot in slots:
+                    inner.memory.named(slot).fill_(0xFF)
 
         return Disturbed(inner=inner, before=before)
 
     model, recipe = small_model(), small_recipe()
-    with Engine(model, recipe, PLAN, random_weights(model), wrap=too_early) as engine:
+    with Engine(model, recipe, plan, random_weights(model), wrap=too_early) as engine:
         assert engine.step(random_batches(model, recipe, 1)[0]).skipped is not None
-    assert train(model, recipe, PLAN, steps=1, wrap=poisoned).losses
+
+
+def test_poison_in_state_on_its_way_is_seen() -> None:
+    """Between the update of a chunk and its way down: the moments that arrive are NaN."""
+
+    def too_early(inner: Any) -> Backend:
+        def before(op: Op) -> None:
+            if op.name == "save[state.3.1]":
+                for a in op.reads:
+                    inner.memory.bind(a).fill_(0xFF)
+
+        return Disturbed(inner=inner, before=before)
+
+    model, recipe = small_model(), small_recipe()
+    with Engine(model, recipe, PASSING, random_weights(model), wrap=too_early) as engine:
+        engine.step(random_batches(model, recipe, 1)[0])
+        assert any(bool(m.isnan().any()) for m, _ in engine.moments().values())
+
+
+@pytest.mark.parametrize("update", ["after", "next_forward", "during_backward"])
+def test_poison_is_really_put_into_slots(update: UpdatePolicy) -> None:
+    """After a flush nothing that a slot was given is left in it."""
+    model, recipe = small_model(), small_recipe(clip_norm=None)
+    pools = ("slot.layer.", "slot.vocab.", "gslot.layer.", "islot.", "state.")
+    with Engine(model, recipe, replace(PASSING, update=update), random_weights(model), wrap=poisoned) as engine:
+        assert engine.step(random_batches(model, recipe, 1)[0]).loss
+        engine.flush()
+        slots = [s.name for s in engine.schedule.storages if s.space == "device" and s.name.startswith(pools)]
+        assert all(any(name.startswith(pool) for name in slots) for pool in pools)
+        assert [name for name in slots if not bool((engine.memory.named(name) == 0xFF).all())] == []
 
 
 # ---- the user's side ---------------------------------------------------------------------------------------------------

@@ -46,7 +46,10 @@ def test_the_engine_runs_what_the_simulator_predicts(schedule: Schedule) -> None
 
 # ---- overlap -----------------------------------------------------------------------------------------------------------
 
-NS = {"forward": 1000, "backward": 3000, "loss": 1500, "pack": 100, "load": 300, "save": 200, "update": 400}
+NS = {
+    "forward": 1000, "backward": 3000, "loss": 1500, "pack": 100, "load": 300, "save": 200, "update": 400, "stash": 250,
+    "fetch": 250,
+}  # fmt: skip
 """Link and update shorter than compute."""
 
 
@@ -54,8 +57,8 @@ def duration_ns(op: Op) -> int:
     return NS.get(op.kind, 10)
 
 
-def overlapped_run(depth: int, around: Callable[[Any], Backend] = lambda b: b) -> tuple[Schedule, Trace]:
-    plan = Plan(update="during_backward", weight_slots=depth, chunk_bytes=0, host_gradient_slots=2)
+def overlapped_run(depth: int, around: Callable[[Any], Backend] = lambda b: b, **fields: Any) -> tuple[Schedule, Trace]:
+    plan = Plan(**{"update": "during_backward", "weight_slots": depth, "chunk_bytes": 0, "host_gradient_slots": 2, **fields})
     schedule = lower(small_model(num_hidden_layers=12), small_recipe(clip_norm=None, micro_batches=1), plan)
     backend = NullBackend(schedule, duration_ns)
     return schedule, run_schedule(schedule, around(backend), 6)
@@ -76,6 +79,15 @@ def assert_overlapped(schedule: Schedule, trace: Trace) -> None:
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_copies_and_updates_lie_under_compute(depth: int) -> None:
     assert_overlapped(*overlapped_run(depth))
+
+
+@pytest.mark.parametrize("update", ["during_backward", "next_forward"])
+def test_state_and_inputs_travel_under_compute(update: str) -> None:
+    """Every block updated in passing, and the inputs of all layers but the last two to the host and back."""
+    placement, activations = {"default": "streamed_adam"}, {"default": "offload"}
+    schedule, trace = overlapped_run(3, update=update, placement=placement, activations=activations, state_slots=2)
+    assert any(op.kind == "fetch" for op in schedule.body.ops)
+    assert_overlapped(schedule, trace)
 
 
 def test_a_global_lock_would_be_noticed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.engine.engine import Engine
-from megatrain.plan import Plan
+from megatrain.plan import Plan, UpdatePolicy
 from megatrain.recipe import Precision
 from tests.engine.small import random_batches, random_weights, small_model, small_recipe
 from tests.strategies import plans
@@ -19,7 +20,15 @@ PLANS = (
     Plan(weight_slots=2, chunk_bytes=2048),
     Plan(placement={"default": "resident", "1": "streamed"}, update="after", activations={"default": "keep"}, chunk_bytes=0),
     Plan(placement={"default": "device_weights", "head": "resident"}, weight_slots=1, chunk_bytes=4096),
-)
+    Plan(
+        placement={"default": "streamed_adam", "3": "resident", "5": "streamed"}, activations={"default": "offload", "2": "keep"},
+        state_slots=1, chunk_bytes=4096,
+    ),
+    Plan(
+        placement={"default": "streamed", "embedding": "streamed_adam", "0-3": "streamed_adam"}, update="after",
+        activations={"default": "recompute", "1-4": "offload"}, input_slots=3, chunk_bytes=0,
+    ),
+)  # fmt: skip
 
 
 def state_after(plans: list[Plan], precision: Precision, tied: bool) -> dict[str, torch.Tensor]:
@@ -43,8 +52,9 @@ def state_after(plans: list[Plan], precision: Precision, tied: bool) -> dict[str
 
 @pytest.mark.parametrize(("precision", "tied"), [("bf16", False), ("bf16", True), ("fp32", False)])
 def test_a_run_under_changing_plans_has_the_bits_of_a_run_under_one(precision: Precision, tied: bool) -> None:
-    reference = state_after([PLANS[0]] * 6, precision, tied)
-    changing = state_after([PLANS[0], PLANS[1], PLANS[2], PLANS[1], PLANS[0], PLANS[2]], precision, tied)
+    order = (0, 1, 2, 3, 1, 4, 3, 0, 4, 2)
+    reference = state_after([PLANS[0]] * len(order), precision, tied)
+    changing = state_after([PLANS[i] for i in order], precision, tied)
     assert all(torch.equal(reference[name], changing[name]) for name in reference)
 
 
@@ -65,6 +75,68 @@ def test_what_stays_on_the_host_is_not_copied() -> None:
         engine.replan(Plan(weight_slots=3, placement={"default": "resident", "2": "streamed"}, chunk_bytes=0))
         assert {what: engine.memory.named(f"{what}[3]").data_ptr() for what in ("weights", "m", "v")} == before
         assert threading.active_count() == threads
+
+
+def test_state_that_will_pass_through_the_device_is_not_copied() -> None:
+    model, recipe = small_model(), small_recipe(precision="bf16")
+    planes = [f"{what}[{b.index}]" for b in model.blocks for what in ("weights", "lo", "m", "v")]
+    with Engine(model, recipe, PLANS[0], random_weights(model)) as engine:
+        before = {name: engine.memory.named(name).data_ptr() for name in planes}
+        for plan in (Plan(placement={"default": "streamed_adam"}, activations={"default": "offload"}), PLANS[0]):
+            engine.replan(plan)
+            assert {name: engine.memory.named(name).data_ptr() for name in planes} == before
+
+
+@pytest.mark.parametrize("plan", PLANS[3:], ids=["next_forward", "after"])
+def test_gradients_and_evaluations_are_those_of_any_other_plan(plan: Plan) -> None:
+    """After steps, and between them; a plan that was replanned to has a gradient once it has run a step."""
+    model, recipe = small_model(tied=True), small_recipe(precision="bf16")
+    batches = random_batches(model, recipe, 4)
+    with (
+        Engine(model, recipe, PLANS[0], random_weights(model)) as engine,
+        Engine(model, recipe, PLANS[1], random_weights(model)) as other,
+    ):
+        engine.replan(plan)
+        with pytest.raises(ValueError, match="gradients: no step has run"):
+            engine.gradients()
+        for i, batch in enumerate(batches):
+            engine.step(batch)
+            other.step(batch)
+            if i in (0, 2):  # after a prologue, and after a body
+                ours, theirs = engine.gradients(), other.gradients()
+                assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+                assert all(bool(g.any()) for g in ours.values())
+                assert engine.evaluate(batches[-1]) == other.evaluate(batches[-1])
+        engine.replan(PLANS[0])
+        engine.step(batches[0])
+        other.step(batches[0])
+        ours, theirs = engine.gradients(), other.gradients()
+        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+        ours, theirs = engine.state_dict(), other.state_dict()
+        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("update", ["after", "next_forward", "during_backward"])
+def test_reading_state_and_evaluating_between_steps_changes_nothing(update: UpdatePolicy) -> None:
+    """Every flush ends a run of bodies: state that passes through the device is back on the host, and whole."""
+    model, recipe = small_model(), small_recipe(precision="bf16", clip_norm=None)
+    batches = random_batches(model, recipe, 6)
+    plan = replace(PLANS[3], update=update)
+    with (
+        Engine(model, recipe, plan, random_weights(model)) as engine,
+        Engine(model, recipe, PLANS[1], random_weights(model)) as other,
+        Engine(model, recipe, plan, random_weights(model)) as undisturbed,
+    ):
+        for i, batch in enumerate(batches):
+            engine.step(batch)
+            other.step(batch)
+            undisturbed.step(batch)
+            if i in (0, 1, 4):
+                ours, theirs = engine.state_dict(), other.state_dict()
+                assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+                assert engine.evaluate(batches[0]) == engine.evaluate(batches[0]) == other.evaluate(batches[0])
+        ours, theirs = engine.state_dict(), undisturbed.state_dict()
+        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
 def test_a_plan_that_cannot_be_leaves_the_engine_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

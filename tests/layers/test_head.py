@@ -38,7 +38,8 @@ def plain(weights: tuple[Tensor, Tensor], x: Tensor, targets: Tensor, n_valid: i
     leaves = [t.detach().double().requires_grad_() for t in (*weights, x)]
     norm, matrix, rows = leaves
     h = norm * rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-6)
-    loss = torch.nn.functional.cross_entropy((h @ matrix.t()).view(-1, V), targets.view(-1), reduction="sum") / n_valid
+    logits = (h @ matrix.t()).flatten(0, -2)
+    loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum") / n_valid
     grads = torch.autograd.grad(loss, leaves)
     return loss.detach(), grads[2], list(grads[:2])
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatrain.schedule import Op, Part, Schedule, Tag
 from megatrain.schedule.kinds import table_of
+from megatrain.schedule.nouns import Access
 
 PLANES = ("weights", "lo", "m", "v")
 # Contents with one range a micro-batch: the table of kinds counts their bytes from the micro-batch's own start.
@@ -165,7 +166,7 @@ def _contents(schedule: Schedule, parts: Sequence[Part], nodes: Sequence[_Node])
             held = memory[names[a.storage]][a.start : a.stop]
             if (held != number(a.tag, step)).any():
                 return f"{n.op.name}: reads something other than {a.tag}"
-        if n.op.kind in ("load", "save"):
+        if n.op.kind in ("load", "save", "stash", "fetch"):
             fault = _copies(n.op)
             if fault:
                 return fault
@@ -189,8 +190,12 @@ def _contents(schedule: Schedule, parts: Sequence[Part], nodes: Sequence[_Node])
 
 
 def _copies(op: Op) -> str | None:
-    """What a copy writes is what it reads, content by content."""
-    if sorted(str((a.tag, a.nbytes)) for a in op.reads) != sorted(str((a.tag, a.nbytes)) for a in op.writes):
+    """What a copy writes is what it reads, content by content. On its way a chunk of state has a number."""
+
+    def tag(a: Access) -> Tag:
+        return a.tag._replace(micro=None) if op.what == "state" else a.tag
+
+    if sorted(str((tag(a), a.nbytes)) for a in op.reads) != sorted(str((tag(a), a.nbytes)) for a in op.writes):
         return f"{op.name}: copies one thing over another"
     return None
 

@@ -185,6 +185,145 @@ def test_check_refuses(wrong: Callable[[], Schedule]) -> None:
         check(wrong())
 
 
+# ---- state that passes through the device, inputs that wait on the host --------------------------------------------------
+
+UPDATES = ("after", "next_forward", "during_backward")
+
+
+def _passing(update: str = "next_forward", **plan: Any) -> Schedule:
+    """Every block updated in passing, through two state slots; the inputs of the first two of four layers wait on the host."""
+    fields = {"placement": {"default": "streamed_adam"}, "activations": {"default": "offload"}, "chunk_bytes": 1536, **plan}
+    return build(tiny_model(layers=4), tiny_recipe(clip_norm=None), update=update, **fields)
+
+
+def _number(schedule: Schedule, name: str) -> int:
+    return next(k for k, s in enumerate(schedule.storages) if s.name == name)
+
+
+def _moved(schedule: Schedule, accesses: tuple[Access, ...], moves: dict[str, str]) -> tuple[Access, ...]:
+    """`accesses` with those to a storage of `moves` sent to another."""
+    numbers = {_number(schedule, a): _number(schedule, b) for a, b in moves.items()}
+    return tuple(a._replace(storage=numbers.get(a.storage, a.storage)) for a in accesses)
+
+
+def _op(schedule: Schedule, part: str, name: str) -> Op:
+    found: Op = getattr(schedule, part).ops[_position(schedule, part, name)]
+    return found
+
+
+def _slots_of(schedule: Schedule, op: Op) -> tuple[str, str]:
+    """The state slot that `op` uses, and the other one."""
+    names = {schedule.storages[a.storage].name.rpartition(".")[0] for a in (*op.reads, *op.writes)}
+    (mine,) = (name for name in names if name.startswith("state."))
+    return mine, {"state.0": "state.1", "state.1": "state.0"}[mine]
+
+
+@pytest.mark.parametrize("what", ["lo", "m", "v", "grad"])
+def test_a_staged_chunk_taken_from_the_wrong_state_slot_is_a_stale_read(what: str) -> None:
+    schedule = _passing()
+    op = _op(schedule, "body", "update[2.1]")
+    mine, other = _slots_of(schedule, op)
+    reads = _moved(schedule, op.reads, {f"{mine}.{what}": f"{other}.{what}"})
+    # Waiting for all before it, so that nothing but the content is wrong.
+    message = _message(_serial(_edit(schedule, "body", op.name, reads=reads)))
+    says = rf"update\[2\.1\]: reads {what}\[2\.1\]@-\d from {other}\.{what}, which holds {what}\[2\.0\]@-\d"
+    assert re.search(says, message), message
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("kind", ["load", "update", "save"])
+def test_a_chunk_that_changes_its_slot_half_way_is_refused(kind: str, update: str) -> None:
+    """One of the three ops of a chunk, with all it reads and writes there, at the other slot."""
+    schedule = _passing(update)
+    op = _op(schedule, "body", "update[2.1]" if kind == "update" else f"{kind}[state.2.1]")
+    mine, other = _slots_of(schedule, op)
+    moves = {s.name: s.name.replace(mine, other) for s in schedule.storages if s.name.startswith(f"{mine}.")}
+    fields = {"reads": _moved(schedule, op.reads, moves), "writes": _moved(schedule, op.writes, moves)}
+    assert "which holds" in _message(_serial(_edit(schedule, "body", op.name, **fields)))
+    _message(_edit(schedule, "body", op.name, **fields))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("name", ["load[state.2.1]", "save[state.2.1]"])
+def test_a_state_copy_of_another_chunk_is_refused(name: str, update: str) -> None:
+    """It copies what another chunk's op copies, and says that it is this one; the two chunks are of the same size."""
+    schedule = _passing(update)
+    other = _op(schedule, "body", name.replace("2.1", "2.0"))
+    message = _message(_serial(_edit(schedule, "body", name, reads=other.reads, writes=other.writes)))
+    assert re.search(rf"{re.escape(name)}: must read \w+\[2(\.1)?\]@-?\d bytes", message), message
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_state_that_goes_to_another_chunks_place_on_the_device_is_refused(update: str) -> None:
+    """The weights of a chunk, up or down, at another offset of their slot; the rest of a chunk lies on its own."""
+    schedule = _passing(update)
+    name = "save[state.2.1]"
+    op = _op(schedule, "body", name)
+    reads = tuple(
+        a._replace(start=0, stop=a.nbytes) if a.tag.what == "weights" and schedule.storages[a.storage].space == "device" else a
+        for a in op.reads
+    )
+    assert reads != op.reads
+    assert "save[state.2.1]: must read weights[2]@" in _message(_serial(_edit(schedule, "body", name, reads=reads)))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_state_of_a_block_that_does_not_pass_is_refused(update: str) -> None:
+    schedule = _passing(update)
+    streamed = replace(schedule, plan=replace(schedule.plan, placement={"default": "streamed_adam", "1": "streamed"}))
+    assert "only the state of streamed_adam blocks passes through the device" in _message(streamed)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize(
+    ("gone", "says"),
+    [
+        # The fetch finds what the step before left, or nothing; without it, the slot holds a later layer's input.
+        (("stash",), r"fetch\[2\.0\]: reads hidden\[2\.0\]@0 from hidden\[2\], which holds nothing"),
+        (("stash", "fetch"), r"backward\[2\.0\]: reads hidden\[2\.0\]@0 from islot\.\d, which holds hidden\[4\.0\]"),
+        (("load state",), r"(update|forward)\[\d\.\d\]: reads \w+\[[\d.]+\]@-?\d from [\w.]+, which holds"),
+        (("update",), r"which holds|leaves"),
+        (("save state",), r"which holds|leaves"),
+        (("load state", "update", "save state"), r"which holds|leaves"),
+    ],
+    ids=lambda v: " and ".join(v) if isinstance(v, tuple) else "",
+)
+def test_what_is_dropped_from_every_part_is_missed(gone: tuple[str, ...], says: str, update: str) -> None:
+    schedule = _passing(update)
+
+    def without(op: Op) -> bool:
+        return f"{op.kind} {op.what}" in gone or (op.kind in gone and op.what is None)
+
+    check(_serial(schedule))
+    message = _message(_serial(schedule, without=without))
+    assert re.search(says, message), message
+
+
+@pytest.mark.parametrize(("part", "held"), [("prologue", "nothing@0"), ("body", "hidden[1.1]@-1")])
+def test_one_dropped_stash_is_missed(part: str, held: str) -> None:
+    """In the body, a fetch would find what the step before stashed."""
+    whole = _serial(_passing())
+    dropped = _serial(_with(whole, part, [op for op in getattr(whole, part).ops if op.name != "stash[1.1]"]))
+    says = rf"{part} \d+:fetch\[1\.1\]: reads hidden\[1\.1\]@0 from hidden\[1\], which holds {re.escape(held)}"
+    message = _message(dropped)
+    assert re.fullmatch(says, message), message
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_every_host_storage_that_is_copied_must_say_so(update: str) -> None:
+    """Whoever registers memory with a driver goes by it. One at a time says that it is not."""
+    schedule = _passing(update, placement={"default": "streamed_adam", "2": "streamed", "3": "resident"})
+    said = [k for k, s in enumerate(schedule.storages) if s.copied]
+    names = {schedule.storages[k].name for k in said}
+    assert {"hidden[1]", "lo[1]", "m[1]", "v[1]", "weights[1]", "weights[3]", "constants"} <= names
+    assert not {"lo[3]", "m[3]", "v[3]", "m[4]", "norm"} & names
+    for k in said:
+        storage = schedule.storages[k]
+        assert storage.space == "host"
+        silent = [replace(s, copied=False) if s is storage else s for s in schedule.storages]
+        assert _message(replace(schedule, storages=tuple(silent))).endswith(f"{storage.name} is not said to be copied")
+
+
 @pytest.mark.parametrize("update", ["after", "next_forward"])
 @pytest.mark.parametrize("gone", ["load", "input", "pack", "save", "clip", "update", "loss", "backward", "forward"])
 def test_a_kind_left_out_of_every_part_is_missed(update: str, gone: str) -> None:

@@ -1,4 +1,4 @@
-"""The text form of three small schedules, word for word. A change here is a change of what every step does.
+"""The text form of a few small schedules, word for word. A change here is a change of what every step does.
 
 To accept one: `REGENERATE=1 pytest tests/schedule/test_goldens.py`, then read the diff.
 """
@@ -37,7 +37,19 @@ def _kept_after() -> Schedule:
     )  # fmt: skip
 
 
-SCHEDULES = {"streamed": _streamed, "tied_during_backward": _tied_during_backward, "kept_after": _kept_after}
+def _passing_offload() -> Schedule:
+    """The embedding and a layer updated in passing, one on the CPU, one resident; the first layer's input waits on the host."""
+    return build(
+        tiny_model(layers=3), tiny_recipe(micro_batches=1), update="next_forward", weight_slots=1, gradient_slots=1,
+        placement={"default": "streamed", "embedding": "streamed_adam", "0": "streamed_adam", "2": "resident"},
+        activations={"default": "offload"}, state_slots=1,
+    )  # fmt: skip
+
+
+SCHEDULES = {
+    "streamed": _streamed, "tied_during_backward": _tied_during_backward, "kept_after": _kept_after,
+    "passing_offload": _passing_offload,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

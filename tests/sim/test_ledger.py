@@ -26,7 +26,8 @@ from megatrain.plan import Plan
 from megatrain.recipe import Recipe
 from megatrain.schedule import Schedule, lower
 from megatrain.schedule.layout import input_nbytes
-from sim.ledger import ALIGN, KEPT, PHASES, PINNED, Ledger, fits, ledger, shortages
+from megatrain.schedule.nouns import COPIES
+from sim.ledger import ALIGN, KEPT, PHASES, Ledger, fits, ledger, shortages
 from sim.memory import memory_use
 from sim.simulate import simulate
 from sim.workspaces import saved_nbytes, workspaces
@@ -67,9 +68,9 @@ def test_pinned_is_what_copies_touch(random_schedule: Callable[[random.Random], 
     for seed in range(40):
         s = random_schedule(random.Random(seed))
         ops = (*s.prologue.ops, *s.body.ops, *s.epilogue.ops)
-        touched = {s.storages[a.storage] for op in ops if op.kind in ("load", "save") for a in (*op.reads, *op.writes)}
+        touched = {s.storages[a.storage] for op in ops if op.kind in COPIES for a in (*op.reads, *op.writes)}
         by_copies = {x.name for x in touched if x.space == "host"}
-        by_rule = {x.name for x in s.storages if x.space == "host" and x.name.startswith(PINNED)}
+        by_rule = {x.name for x in s.storages if x.copied}
         # The constants go up only where a resident block's update reads them.
         assert by_rule - by_copies <= {"constants"} and by_copies <= by_rule
         assert all(i.space != "pinned" for i in _of(s, host).items)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import assume, given, settings
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatrain.derive import step_time
 from megatrain.hardware import H200, HardwareProfile, Link
 from megatrain.model import ModelSpec
-from megatrain.plan import Plan
+from megatrain.plan import Placement, Plan
 from megatrain.recipe import Recipe
 from megatrain.schedule import Schedule, check, lower
 from sim import planner
@@ -121,8 +121,8 @@ def test_infeasible_exactly_when_no_smallest_plan_fits(data: st.DataObject) -> N
     smallest = [
         Choice(update=update, adam_threads=1, embedding=embedding, head=head, resident=resident).plan(model.n_layers)
         for update in policies(recipe)
-        for embedding in (False, True)
-        for head in (False, True)
+        for embedding in ("streamed", "resident")
+        for head in ("streamed", "resident")
         for resident in range(model.n_layers + 1)
     ]
     any_fits = any(fits(ledger(model, recipe, plan, machine), machine) is None for plan in smallest)
@@ -266,7 +266,8 @@ def test_a_memory_is_a_number_of_bytes(value: Any) -> None:
 def test_a_choice_becomes_the_plan_it_says(n: int, data: st.DataObject) -> None:
     where = st.sampled_from(["first", "last", "spread"])
     choice = Choice(
-        update="next_forward", adam_threads=3, embedding=data.draw(st.booleans()), head=data.draw(st.booleans()),
+        update="next_forward", adam_threads=3,
+        embedding=data.draw(st.sampled_from(get_args(Placement))), head=data.draw(st.sampled_from(get_args(Placement))),
         resident=data.draw(st.integers(0, n)), resident_at=data.draw(where), kept=data.draw(st.integers(0, n)),
         kept_at=data.draw(where),
     )  # fmt: skip
@@ -275,8 +276,7 @@ def test_a_choice_becomes_the_plan_it_says(n: int, data: st.DataObject) -> None:
     kept = [i for i in range(n) if plan.activations_of(i) == "keep"]
     assert resident == layers_at(choice.resident_at, choice.resident, n) and len(resident) == choice.resident
     assert kept == layers_at(choice.kept_at, choice.kept, n) and len(kept) == choice.kept
-    assert (plan.placement_of("embedding", None) == "resident") == choice.embedding
-    assert (plan.placement_of("head", None) == "resident") == choice.head
+    assert (plan.placement_of("embedding", None), plan.placement_of("head", None)) == (choice.embedding, choice.head)
 
 
 @given(low=st.integers(-5, 5), length=st.integers(-1, 9), threshold=st.integers(-9, 20))
