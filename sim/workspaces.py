@@ -46,7 +46,7 @@ def workspaces(model: ModelSpec, recipe: Recipe, *, on_host: bool) -> Workspaces
     # At the end the last product, the output and (unless it is saved itself) the residual stream; in attention scores, while
     # what the MLP saves is not there yet.
     inside = max(hidden * (6 if n == 2 else 8), scores.passing - 3 * tokens * model.intermediate_size * n)
-    kept_backward = _backward(model, recipe, saved, scores.passing)
+    kept_backward = _backward(model, recipe, saved, scores.passing, on_host=on_host)
     return Workspaces(
         embedding_forward=hidden * n,
         forward=saved + inside,
@@ -105,10 +105,11 @@ def attention_nbytes(model: ModelSpec, recipe: Recipe, *, on_host: bool) -> Atte
     return AttentionBytes(repeated + recipe.micro_batch_size * recipe.seq_len**2 * n, 0)
 
 
-def _backward(model: ModelSpec, recipe: Recipe, saved: int, scores: int) -> int:
+def _backward(model: ModelSpec, recipe: Recipe, saved: int, scores: int, *, on_host: bool) -> int:
     """A layer's backward beside what its forward saved; the largest of three moments.
 
-    In the MLP: two gradients as wide as it (2 T I n; what a product saved goes when its own appears) and that of one matrix. In
+    In the MLP: two gradients as wide as it (2 T I n; what a product saved goes when its own appears) and that of one matrix;
+    compiled for a GPU one of the two takes the place of what was saved (seen on an H200, to 2 MiB in 3.1 GiB). In
     attention: gradients of all weights (in the type of the computation) and of q, k, v and output, a norm's in FP32 (8 T H),
     scores twice, while what the MLP and its norm saved is gone (4 T I n and (4 + 2 n) T H; compiled 3 T I n and n T H). At the
     end: gradients of all weights, widened to FP32 for every micro-batch after the first, and of the input, while all that was
@@ -119,7 +120,7 @@ def _backward(model: ModelSpec, recipe: Recipe, saved: int, scores: int) -> int:
     heads = tokens * (2 * model.n_heads + 2 * model.n_kv_heads) * model.head_dim
     numel = max(block.numel for block in model.layers)
     widened = 4 * numel if recipe.micro_batches > 1 and n < 4 else 0
-    in_mlp = 2 * wide * n + model.hidden_size * model.intermediate_size * n
+    in_mlp = (1 if recipe.compiled and not on_host else 2) * wide * n + model.hidden_size * model.intermediate_size * n
     gone = 3 * wide * n + hidden * n if recipe.compiled else 4 * wide * n + hidden * (4 + 2 * n)
     in_attention = numel * n + heads * n + 8 * hidden + 2 * scores - gone
     at_end = numel * n + widened + hidden * n - saved

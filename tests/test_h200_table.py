@@ -185,7 +185,7 @@ def test_an_offloaded_input_goes_down_and_comes_back_and_the_forward_runs_again(
     here = at_one_byte_per_s(model, recipe, plan)
     away = at_one_byte_per_s(model, recipe, with_choices(plan, activations={"default": "offload"}))
     hidden = 3 * 8 * 128 * 2
-    assert away["link down"] - here["link down"] == 5 * hidden
+    assert away["link down"] - here["link down"] == (5 - 2) * hidden  # the slots hold the last two until they are needed
     assert away["link up"] - here["link up"] == (5 - 2) * hidden
     assert away["compute"] == here["compute"]
     kept = at_one_byte_per_s(model, recipe, with_choices(plan, activations={"default": "keep"}))

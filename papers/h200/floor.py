@@ -78,7 +78,7 @@ def floor_s(model: ModelSpec, recipe: Recipe, plan: Plan, rates: Rates) -> Floor
       state and its gradient (none under `during_backward`, where it is used at once), and a layer's second pass as above;
       `resident` nothing. The inputs of `offload` layers come back, but for those that `input_slots` still hold;
     - link down: P x g for what the CPU updates; P x (12 + g) for `streamed_adam`, g again not under `during_backward`; the inputs
-      of `offload` layers;
+      of `offload` layers, but for those that `input_slots` hold until they are needed;
     - cpu adam: P updated on the CPU x (24 + g) B / CPU optimizer;
     - host memory: P whose state is on the host x (24 + g) B / host memory: the CPU optimizer reads 12 + g and writes 12, and so
       do the copies of `streamed_adam`, so both together are bound by it;
@@ -113,7 +113,7 @@ def floor_s(model: ModelSpec, recipe: Recipe, plan: Plan, rates: Rates) -> Floor
     hidden = recipe.micro_batches * model.hidden_nbytes(recipe.tokens_per_micro_batch, weight)
     if offloaded:
         up += max(0, offloaded - plan.input_slots) * hidden
-        down += offloaded * hidden
+        down += max(0, offloaded - plan.input_slots) * hidden
 
     adam_nbytes = 2 * STATE_NBYTES + gradient
     forward = recipe.micro_batches * model.n_layers * rates.layer_forward_s

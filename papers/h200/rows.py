@@ -2,26 +2,25 @@
 
 A row is a model, the GPU memory that may be used, tokens a step and a recipe. Plans are chosen by the planner with
 `results/calibrated.json` and committed under `plans/`, so that what was measured can be read. `measure` runs rows one after the
-other on one GPU and appends one JSON line a row to DIR/rows.jsonl; `python -m papers.h200.table` makes the table of these.
+other on one GPU, each in a process of its own, and appends one JSON line a row to DIR/rows.jsonl; `python -m papers.h200.table`
+makes the table of these.
 
-GPU memory is what a process beside this one sees: the largest use by all processes during the row, less what was used before this
-process made its context. Host memory is the largest resident size of this process during the row.
+GPU memory is what a process beside the row's sees: the largest use by all processes during the row, less what was used before the
+row's process made its context. Host memory is the largest resident size of the row's process.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
-import os
 import statistics
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,11 +40,13 @@ from megatrain.optim.kernel import Run, prepare_adamw
 from megatrain.recipe import AdamW, Recipe
 from papers.h200.checks import CALIBRATED, Device, RandomWeights, batches, device_rates, qwen, segments
 from papers.h200.floor import Rates, floor_s
-from sim.ledger import ledger
+from sim.ledger import CUDA_CONTEXT, ledger
 from sim.planner import explain, plan_for
 
 PLANS = Path(__file__).with_name("plans")
 HOST_MEMORY = 120 << 30
+HEADROOM = 256 << 20
+"""Planned to stay free of what may be used: as much as the ledger may be wrong by."""
 WARM, MEASURED = 4, 6
 """Steps before the first measured one (the third may still capture graphs), and measured ones."""
 
@@ -92,7 +93,7 @@ ROWS: dict[str, Row] = {
 def plan(name: str) -> None:
     """Choose the row's plan and write it; what the planner says of it stands beside it."""
     row, hardware = ROWS[name], load_hardware(CALIBRATED)
-    memory = None if row.gpu_memory_gib is None else row.gpu_memory_gib << 30
+    memory = None if row.gpu_memory_gib is None else (row.gpu_memory_gib << 30) - HEADROOM
     alike = (other for other, it in ROWS.items() if it.model == row.model and it.gpu_memory_gib == row.gpu_memory_gib)
     files = [PLANS / f"{other}.yaml" for other in alike if ROWS[other].clipping == row.clipping]
     seeds = [load_job(path).plan for path in files if path.exists()]  # what was found before, here or for other tokens
@@ -173,26 +174,47 @@ def block_seconds(model: ModelSpec, recipe: Recipe, device: Device) -> dict[str,
     shape = (recipe.micro_batch_size, recipe.seq_len, model.hidden_size)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
     sums = [torch.zeros(w.shape, device=device) for w in of_head]
-    times: dict[str, list[float]] = {"layer_forward_s": [], "layer_backward_s": [], "loss_s": []}
-
-    def timed(name: str, work: Callable[[], Any]) -> Any:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        result = work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times[name].append(time.perf_counter() - started)
-        return result
-
-    for _ in range(12):  # what launching costs is small beside a block of these sizes
-        _, saved = timed("layer_forward_s", lambda: layer.forward(of_layer, x, layer_inputs(inputs)))
-        timed("layer_backward_s", lambda saved=saved: layer.backward(of_layer, saved, x))
-    for _ in range(4):
-        timed("loss_s", lambda: head.loss_forward_backward(
+    saved: list[Any] = []
+    works: dict[str, Callable[[], Any]] = {
+        "layer_forward_s": lambda: saved.append(layer.forward(of_layer, x, layer_inputs(inputs))[1]),
+        "layer_backward_s": lambda: layer.backward(of_layer, saved.pop(), x),
+        "loss_s": lambda: head.loss_forward_backward(
             of_head, x, inputs["targets"], recipe.tokens_per_step, recipe.loss_tile, sums, first=False
-        ))  # fmt: skip
-    return {name: statistics.median(values[len(values) // 2 :]) for name, values in times.items()}
+        ),
+    }  # fmt: skip
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for name, seconds in timed(works, device):
+        times[name].append(seconds)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def timed(works: dict[str, Callable[[], Any]], device: Device) -> Iterator[tuple[str, float]]:
+    """Ten times through the works, in order. On a GPU as graphs, as the engine runs them, so that launches cost nothing."""
+    if device == "cpu":
+        for _ in range(10):
+            for name, work in works.items():
+                started = time.perf_counter()
+                work()
+                yield name, time.perf_counter() - started
+        return
+    from megatrain.engine.cuda import captured
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for work in works.values():  # compiles and loads what it needs
+            work()
+        torch.cuda.synchronize()
+        pool = torch.cuda.graph_pool_handle()
+        graphs = {name: captured(work, pool) for name, work in works.items()}
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(len(works) + 1)] for _ in range(12)]
+        for row in marks:
+            row[0].record()
+            for graph, mark in zip(graphs.values(), row[1:], strict=True):
+                graph.replay()
+                mark.record()
+        torch.cuda.synchronize()
+    for row in marks[2:]:
+        for name, begin, end in zip(works, row, row[1:], strict=False):
+            yield name, begin.elapsed_time(end) / 1e3
 
 
 class Watcher:
@@ -211,11 +233,11 @@ class Watcher:
         "        least, host = 1 << 60, 0\n"
     )
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, pid: int) -> None:
         self._process: subprocess.Popen[str] | None = None
         if device == "cuda":
             self._process = subprocess.Popen(
-                [sys.executable, "-c", self.CODE, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [sys.executable, "-c", self.CODE, str(pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
             assert self._process.stdout is not None
             self._free = int(self._process.stdout.readline())
@@ -240,20 +262,12 @@ class Watcher:
             self._process.kill()
 
 
-def measure(name: str, device: Device, watcher: Watcher, commit: str, machine: dict[str, float]) -> dict[str, Any]:
-    """Run a row: figures of the steady steps, every loss, whether every block was updated, memory."""
+def measure(name: str, device: Device, commit: str, machine: dict[str, float] | None) -> dict[str, Any]:
+    """Run a row: figures of the steady steps, every loss, whether every block was updated, and the rates of its floor."""
     row, job = ROWS[name], load_job(PLANS / f"{name}.yaml")
     model, recipe, plan = qwen(row.model, device), job.recipe, job.plan
     if device == "cpu":
         model, recipe, plan = rehearsal(model, recipe, job)
-    rates = Rates(**machine, **block_seconds(model, recipe, device))
-    floor = floor_s(model, recipe, plan, rates)
-    book = ledger(model, recipe, plan, load_hardware(CALIBRATED))
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    watcher.peaks()
     started = time.perf_counter()
     with Engine(model, recipe, plan, RandomWeights(model, device), device=device) as engine:
         ready_s = time.perf_counter() - started
@@ -269,31 +283,57 @@ def measure(name: str, device: Device, watcher: Watcher, commit: str, machine: d
         trace = engine.trace()
         at_end = segments(device)
         changed = [a != b for a, b in zip(before, checksums(engine), strict=True)]
-        gpu, host = watcher.peaks()
-        pinned = sum(engine.memory.named(s.name).numel() for s in engine.schedule.storages if s.copied)
+        use = engine.memory_use()
         facts = derive(engine.schedule, trace)
-        # The first traced step is the prologue, with no update pending: no steady one.
         times = [ns / 1e9 for ns in facts.step_times_ns]
-        steady = sorted(times)
         expected = engine.schedule.digests()
-        step_s = statistics.median(steady)
-        numel = sum(block.numel for block in model.blocks)
-        busy = derive_busy(facts)
-        return {
-            "row": name, "model": row.model, "gpu_memory_gib": row.gpu_memory_gib, "tokens": recipe.tokens_per_step,
-            "clipping": row.clipping, "deterministic": row.deterministic, "step_s": round(step_s, 4),
-            "spread": [round(steady[0], 4), round(steady[-1], 4)], "steps_s": [round(t, 4) for t in times],
-            "tflops_6n": round(6 * numel * recipe.tokens_per_step / step_s / 1e12, 1),
-            "gpu_peak_gib": round(gpu / 2**30, 3), "host_peak_gib": round(host / 2**30, 3), "commit": commit,
-            "limit_s": row.limit_s, "losses": [round(x, 4) for x in losses], "norms": [round(x, 4) for x in norms],
-            "every block updated": all(changed), "digests equal": list(trace.digests) == [expected[p] for p in trace.parts],
-            "floor_s": round(floor.seconds, 4), "floor_by": floor.binds, "rates": dataclasses.asdict(rates), "job": plain(job),
-            "ledger_device_gib": [round(book.device_nbytes() / 2**30, 3), round(gpu / 2**30, 3)],
-            "ledger_pinned_gib": [round(n / 2**30, 3) for n in (book.nbytes("step", "pinned"), pinned)],
-            "segments flat": at_start == at_end, "ready_s": round(ready_s, 1), "warm_s": round(warm_s, 1), **busy,
-            "allocator_gib": round(torch.cuda.max_memory_reserved() / 2**30, 3) if device == "cuda" else None,
-            "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if device == "cuda" else None,
-        }  # fmt: skip
+    print("measured", flush=True)  # what the rates below take is not the row's
+    book = ledger(model, recipe, plan, load_hardware(CALIBRATED))
+    found: dict[str, Any] = {}
+    try:
+        machine = machine or machine_rates(device, threads=14)
+        rates = Rates(**machine, **block_seconds(model, recipe, device))
+        floor = floor_s(model, recipe, plan, rates)
+        found = {"floor_s": round(floor.seconds, 4), "floor_by": floor.binds, "rates": dataclasses.asdict(rates)}
+    except Exception:  # a row without a floor is a row all the same
+        traceback.print_exc()
+    steady, step_s = sorted(times), statistics.median(times)
+    numel = sum(block.numel for block in model.blocks)
+
+    def gib(nbytes: int) -> float:
+        return round(nbytes / 2**30, 3)
+
+    return {
+        "row": name, "model": row.model, "gpu_memory_gib": row.gpu_memory_gib, "tokens": recipe.tokens_per_step,
+        "clipping": row.clipping, "deterministic": row.deterministic, "step_s": round(step_s, 4),
+        "spread": [round(steady[0], 4), round(steady[-1], 4)], "steps_s": [round(t, 4) for t in times],
+        "tflops_6n": round(6 * numel * recipe.tokens_per_step / step_s / 1e12, 1), "commit": commit, "limit_s": row.limit_s,
+        "job": plain(job), **found,
+        "losses": [round(x, 4) for x in losses], "norms": [round(x, 4) for x in norms], "every block updated": all(changed),
+        "digests equal": list(trace.digests) == [expected[p] for p in trace.parts], "segments flat": at_start == at_end,
+        "ready_s": round(ready_s, 1), "warm_s": round(warm_s, 1), **derive_busy(facts),
+        "ledger_device_gib": gib(book.device_nbytes()), "ledger_allocator_gib": gib(book.device_nbytes() - CUDA_CONTEXT),
+        "ledger_pinned_gib": gib(book.nbytes("step", "pinned")), "allocator_gib": gib(use.device_reserved),
+        "allocated_gib": gib(use.device_allocated), "pinned_gib": gib(use.pinned),
+    }  # fmt: skip
+
+
+def in_its_own_process(name: str, device: Device, commit: str, machine: dict[str, float] | None) -> dict[str, Any]:
+    """`measure` in a process of its own, with what the watcher saw of it."""
+    command = [sys.executable, "-m", "papers.h200.rows", "child", name, "--device", device, "--commit", commit]
+    command += ["--machine", json.dumps(machine)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None and child.stdout is not None
+    with Watcher(device, child.pid) as watcher:
+        child.stdin.write("go\n")  # not before the watcher has seen what is there without it
+        child.stdin.close()
+        line = child.stdout.readline()
+        gpu, host = watcher.peaks()
+    text = child.stdout.read()
+    if child.wait() or line.strip() != "measured":
+        raise RuntimeError(f"{name}: the process that ran it ended with {child.returncode}")
+    found: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return found | {"gpu_peak_gib": round(gpu / 2**30, 3), "host_peak_gib": round(host / 2**30, 3)}
 
 
 def derive_busy(facts: Any) -> dict[str, Any]:
@@ -330,24 +370,30 @@ def rehearsal(model: ModelSpec, recipe: Recipe, job: Job) -> tuple[ModelSpec, Re
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["plan", "measure"])
+    parser.add_argument("what", choices=["plan", "measure", "child"])
     parser.add_argument("rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)}; all by default")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--commit", default="")
+    parser.add_argument("--machine", default="null", help="rates that were measured already, as JSON")
     options = parser.parse_intermixed_args()
     names = options.rows or list(ROWS)
     if options.what == "plan":
         for name in names:
             plan(name)
         return 0
+    machine: dict[str, float] | None = json.loads(options.machine)
+    if options.what == "child":
+        sys.stdin.readline()
+        print(json.dumps(measure(names[0], options.device, options.commit, machine)))
+        return 0
     options.out.mkdir(parents=True, exist_ok=True)
     failed = 0
-    with Watcher(options.device) as watcher, (options.out / "rows.jsonl").open("a") as log:
-        machine = machine_rates(options.device, threads=14)
+    with (options.out / "rows.jsonl").open("a") as log:
         for name in names:
             try:
-                found = measure(name, options.device, watcher, options.commit, machine)
+                found = in_its_own_process(name, options.device, options.commit, machine)
+                machine = {rate: found["rates"][rate] for rate in MACHINE_RATES} if "rates" in found else machine
             except Exception as error:
                 traceback.print_exc()
                 found = {"row": name, "error": f"{type(error).__name__}: {error}"[:2000]}

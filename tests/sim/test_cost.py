@@ -94,6 +94,7 @@ def test_every_kind_has_a_cost(schedule: Callable[..., Schedule]) -> None:
     for s in (
         schedule(placement={"default": "streamed", "0": "resident"}, update="next_forward"),
         schedule(placement={"default": "resident"}, update="during_backward", recipe={"clip_norm": None}),
+        schedule(config={"num_hidden_layers": 4}, placement={"default": "streamed_adam"}, activations={"default": "offload"}),
     ):
         for part in (s.prologue, s.body, s.epilogue):
             for op, work in zip(part.ops, works(s, H200).parts[part.name], strict=True):
