@@ -352,10 +352,10 @@ def derive_busy(facts: Any) -> dict[str, Any]:
 
 
 def checksums(engine: Engine) -> list[int]:
-    """One number a block of its streamed weights: a sum of their bits."""
+    """One number a block of its streamed weights: a sum of their bits, piece by piece, since PyTorch widens what it sums."""
     engine.flush()
-    blocks = engine.schedule.model.blocks
-    return [int(engine.memory.named(f"weights[{block.index}]").view(torch.int16).sum(dtype=torch.int64)) for block in blocks]
+    planes = (engine.memory.named(f"weights[{block.index}]").view(torch.int16) for block in engine.schedule.model.blocks)
+    return [int(torch.stack([piece.sum(dtype=torch.int64) for piece in plane.split(1 << 22)]).sum()) for plane in planes]
 
 
 def rehearsal(model: ModelSpec, recipe: Recipe, job: Job) -> tuple[ModelSpec, Recipe, Any]:

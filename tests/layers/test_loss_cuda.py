@@ -34,7 +34,8 @@ def make(
     vocab: int, hidden: int = 64, shape: tuple[int, int] = (2, 23), dtype: torch.dtype = torch.bfloat16
 ) -> tuple[HeadTemplate, tuple[Tensor, Tensor], Tensor, Tensor]:
     torch.manual_seed(0)
-    model = ModelSpec.from_config(small_config("llama", vocab_size=vocab, hidden_size=hidden))
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = ModelSpec.from_config(small_config("llama", **sizes))
     norm, matrix = 1 + 0.1 * torch.randn(hidden), 0.3 * torch.randn(vocab, hidden)
     x, targets = torch.randn(*shape, hidden), torch.randint(0, vocab, shape)
     targets[0, 5:11] = IGNORE

@@ -76,13 +76,15 @@ def test_pinned_is_what_copies_touch(random_schedule: Callable[[random.Random], 
         assert all(i.space != "pinned" for i in _of(s, host).items)
 
 
-def test_kept_activations_peak_as_in_a_simulation(random_schedule: Callable[[random.Random], Schedule]) -> None:
+def test_kept_activations_peak_as_in_a_simulation(
+    random_schedule: Callable[[random.Random], Schedule], host: HardwareProfile
+) -> None:
     seen = 0
     for seed in range(40):
         s = random_schedule(random.Random(seed))
         use = memory_use(s, simulate(s, H200, steps=2))["device"]
         dynamic = use.peak_nbytes - use.static_nbytes
-        book = _of(s)
+        book = _of(s, host)
         # At the op where kept activations and workspace together peak there may be less of the former than there ever is.
         assert _bytes(book, KEPT) <= dynamic
         if book.peak_op.startswith("loss") or not dynamic:
@@ -96,7 +98,8 @@ def test_a_step_is_a_maximum_over_time_and_not_a_sum(schedule: Callable[..., Sch
     spaces = workspaces(s.model, s.recipe, on_host=False)
     book = _of(s)
     beside = sum(i.nbytes for i in book.items if i.what.startswith("workspace"))
-    assert beside in spaces and beside < sum(spaces)
+    # The loss keeps its own memory on a GPU; of all others the largest counts.
+    assert beside - spaces.loss in spaces and beside < sum(spaces)
 
 
 @settings(max_examples=40, deadline=None)

@@ -214,7 +214,9 @@ def test_spare_memory_is_used_and_explained() -> None:
     of = {m.text: m for m in planned.marginals}
     assert of["+16 GiB of GPU memory"].delta_ns <= 0.8 * (roomy.step_ns - planned.step_ns)
     assert all(m.delta_ns <= 0 for m in planned.marginals if m.how == "re-planned")
-    assert of["2x the CPU optimizer's rate"].delta_ns < 0
+    # Where blocks pass through the device for their update, the CPU need not bind.
+    passing = "streamed_adam" in planned.plan.placement.values()
+    assert of["2x the CPU optimizer's rate"].delta_ns <= 0 if passing else of["2x the CPU optimizer's rate"].delta_ns < 0
     assert planned.considered >= planned.simulated > 0 and planned.bounded > 0
     text = explain(planned)
     for piece in ("tiny on slow", "Default plan", "Runner-up", "Binding", "adam_threads", "moments", "+16 GiB", "Searched"):
