@@ -118,6 +118,8 @@ def write_report(
             plot_throughput(throughput, part["throughput"])
         for what, path in part.items():
             os.replace(path, folder / names[what])
+    if not throughput:
+        (folder / "throughput.png").unlink(missing_ok=True)  # of other runs, whose report was here before
     return report
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -265,6 +266,12 @@ def test_names_with_brackets_are_no_markup(megatrain: Commands) -> None:
     shown = megatrain("simulate", "--model", "[bold]m[1]", "--hardware", "hw.json", "--seq-len", 32, "--out", "[red]a.json")
     assert shown.code == 0
     assert "[bold]m[1] on one-core" in shown.out and "[red]a.json" in shown.out
+
+
+def test_a_terminal_that_knows_ascii_only_gets_help_all_the_same() -> None:
+    command = [sys.executable, "-m", "megatrain", "plan", "--help"]
+    shown = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=False)
+    assert shown.returncode == 0 and b"--gpu-memory" in shown.stdout and shown.stderr == b""
 
 
 def test_python_m_is_the_same_program() -> None:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -321,4 +323,7 @@ def demo(
 
 def main() -> None:
     """The entry point: users' mistakes end in one line and code 2, failures in code 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that knows ASCII only gets a question mark, and not an error
+            stream.reconfigure(errors="replace")
     run_app(app)

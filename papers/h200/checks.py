@@ -58,6 +58,10 @@ QWEN25: dict[str, dict[str, Any]] = {
              "num_key_value_heads": 2, "vocab_size": 151936},
     "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
            "num_key_value_heads": 4, "vocab_size": 152064},
+    "3B": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+           "num_key_value_heads": 2, "vocab_size": 151936},
+    "14B": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40,
+            "num_key_value_heads": 8, "vocab_size": 152064},
 }  # fmt: skip
 
 

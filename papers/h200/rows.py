@@ -86,8 +86,11 @@ ROWS: dict[str, Row] = {
     ),
     "7b-24-16384-unclipped": Row(model="7B", gpu_memory_gib=24, tokens=16384, limit_s=2.1, loss_tile=1024, clipping=False),
     "7b-24-65536": Row(model="7B", gpu_memory_gib=24, tokens=65536, limit_s=6.4, micro_batches=4, loss_tile=1024),
+    "14b-all-16384": Row(model="14B", gpu_memory_gib=None, tokens=16384, limit_s=3.6),
+    "14b-all-16384-deterministic": Row(model="14B", gpu_memory_gib=None, tokens=16384, limit_s=3.6, deterministic=True),
+    "14b-all-65536": Row(model="14B", gpu_memory_gib=None, tokens=65536, limit_s=12.5, micro_batches=4),
 }  # fmt: skip
-"""The limit of a deterministic row is 6% above that of the fastest recipe."""
+"""The limit of a deterministic row of 7B is 6% above that of the fastest recipe."""
 
 
 def plan(name: str) -> None:

@@ -191,6 +191,8 @@ def test_throughput_of_several_runs_is_drawn_if_given(schedule: Schedule, tmp_pa
     report = _write(tmp_path, schedule, _traces(schedule), throughput=[point])
     assert report.throughput is not None and report.throughput.read_bytes().startswith(b"\x89PNG")
     assert "(throughput.png)" in report.text.read_text(encoding="utf-8")
+    _write(tmp_path, schedule, _traces(schedule))
+    assert not report.throughput.exists(), "a report of one run beside the picture of others"
 
 
 def test_a_report_that_fails_leaves_the_one_before(schedule: Schedule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
