@@ -37,11 +37,15 @@ from typing import Any
 import pandas as pd
 
 from analysis.tables import format_table
-from megatrain.files import Job, load_job
+from megatrain.derive import step_time
+from megatrain.files import Job, load_hardware, load_job
 from megatrain.files.fields import build, short
 from megatrain.files.text import read_text
 from megatrain.model import ModelSpec
+from megatrain.schedule import lower
+from papers.h200.checks import CALIBRATED
 from papers.h200.floor import Floor, Rates, floor_s
+from sim.simulate import simulate
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -101,7 +105,8 @@ FIELDS = ("model", "gpu_memory_gib", "tokens", "clipping", "deterministic", "ste
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """A row of the table. `floor` is None without rates or without the plan that ran; `why_no_floor` then says which. `missed`
-    are the promises it does not keep beside its time, `ledger` its fields about memory, flat."""
+    are the promises it does not keep beside its time, `ledger` its fields about memory, flat. `predicted_s` is the step that the
+    simulator gives for the plan that ran, with `results/calibrated.json`: rates of another call, none of this row's."""
 
     measured: Measurement
     rates: Rates | None
@@ -109,6 +114,7 @@ class Entry:
     why_no_floor: str
     missed: tuple[str, ...]
     ledger: tuple[tuple[str, object], ...]
+    predicted_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,15 +175,18 @@ def _entry(name: str, raw: dict[str, Any], repository: Path, plans: Path, model_
         raise ValueError(f"commit: {differs}")
     rates = build(Rates, raw["rates"], "rates") if raw.get("rates") is not None else None
     job, why = _job(name, raw, measured.commit, repository, plans)
-    floor = None
+    floor = predicted = None
     if job is not None:
         recipe = job.recipe
         ran = {"tokens": recipe.tokens_per_step, "clipping": recipe.clip_norm is not None, "deterministic": recipe.deterministic}
         for field, value in ran.items():
             if getattr(measured, field) != value:
                 raise ValueError(f"{field}: is {short(getattr(measured, field))}, but {short(value)} by the recipe of its job")
+        model = model_of(measured.model)
+        schedule = lower(model, recipe, job.plan)
+        predicted = step_time(schedule, simulate(schedule, load_hardware(CALIBRATED))).mean_ns / 1e9
         if rates is not None:
-            floor = floor_s(model_of(measured.model), recipe, job.plan, rates)
+            floor = floor_s(model, recipe, job.plan, rates)
     missed = [f"not so: {field}" for field in PROMISED if raw.get(field, True) is not True]
     if not all(map(math.isfinite, measured.losses)):
         missed.append("a loss is not finite")
@@ -185,7 +194,7 @@ def _entry(name: str, raw: dict[str, Any], repository: Path, plans: Path, model_
         missed.append(f"GPU memory {measured.gpu_peak_gib:g} GiB > {measured.gpu_memory_gib:g} GiB")
     return Entry(
         measured=measured, rates=rates, floor=floor, why_no_floor="" if floor else "no rates" if rates is None else why,
-        missed=tuple(missed), ledger=tuple(_ledger(raw)),
+        missed=tuple(missed), ledger=tuple(_ledger(raw)), predicted_s=predicted,
     )  # fmt: skip
 
 
@@ -312,7 +321,8 @@ def _speed(entry: Entry) -> dict[str, object]:
     return {
         "row": m.row, "model": m.model, "GPU GiB": "all" if m.gpu_memory_gib is None else f"{m.gpu_memory_gib:g}",
         "tokens": f"{m.tokens:,}", "clipping": _yes(m.clipping), "deterministic": _yes(m.deterministic),
-        "step [s]": m.step_s, "spread [s]": f"{m.spread[0]:g}-{m.spread[1]:g}", "limit [s]": round(m.limit_s, 4),
+        "step [s]": m.step_s, "spread [s]": f"{m.spread[0]:g}-{m.spread[1]:g}",
+        "predicted [s]": "" if entry.predicted_s is None else f"{entry.predicted_s:.4g}", "limit [s]": round(m.limit_s, 4),
         "floor [s]": f"{floor.seconds:.4g}" if floor else entry.why_no_floor,
         f"{OF_FLOOR:g} x floor": round(OF_FLOOR * floor.seconds, 4) if floor else None, "TFLOPS": m.tflops_6n,
         "GPU peak [GiB]": m.gpu_peak_gib, "host peak [GiB]": m.host_peak_gib, "passed": _yes(judged(entry)[0]),
