@@ -118,22 +118,22 @@ def plan_for(
     machine = _with_memory(hardware, gpu_memory, host_memory)
     bounds = StepBounds(model, recipe, machine)
     search = Search(model, recipe, machine, bounds, progress)
+    given = [plan for plan in seeds if fits(ledger(model, recipe, plan, machine), machine) is None]
     lacks = search.smallest_lacks()
-    if lacks:
+    if lacks and not given:
         raise Infeasible(_infeasible(search, lacks), lacks)
     best = search.best(STARTS, DESCEND_OPS, CUT_OPS)
 
     run = Runs(model, recipe, machine, progress)
     default = default_plan(recipe, machine)
     default_lacks = fits(ledger(model, recipe, default, machine), machine)
-    given = [plan for plan in seeds if fits(ledger(model, recipe, plan, machine), machine) is None]
     finals = [s.choice.plan(model.n_layers) for s in best[:STARTS]] + given + ([default] if default_lacks is None else [])
     plan = min(finals, key=run.step_ns)
     step_ns = run.step_ns(plan)
     default_ns = run.step_ns(default) if default_lacks is None else None
     runner_up = _runner_up(search, run, plan)
     facts = steady(run.schedule(plan), run.trace(plan))
-    found = _marginals(search, run, plan, best[0].choice) if marginals else ()
+    found = _marginals(search, run, plan, best[0].choice) if marginals and best else ()
     return Planned(
         model=model, recipe=recipe, hardware=machine, plan=plan, step_ns=step_ns,
         tokens_per_s=recipe.tokens_per_step * 1e9 / step_ns, ledger=ledger(model, recipe, plan, machine),

@@ -17,6 +17,7 @@ Not covered: this is a local search. Its result is no worse than any of its star
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -44,6 +45,8 @@ VOCABULARY: tuple[tuple[Placement, Placement], ...] = (
     ("streamed_adam", "streamed"), ("streamed_adam", "resident"), ("streamed_adam", "streamed_adam"),
 )  # fmt: skip
 """Where embedding and head are."""
+SMALL_CHUNK = 16 << 20
+"""Chunks of the smallest plans where blocks pass through the device, bytes."""
 PASSING_PIECES = 4
 """Where blocks pass through the device for their update, transfers are not whole layers but quarters of one: each piece in flight
 takes a buffer."""
@@ -112,18 +115,27 @@ class Search:
         """Nothing if any plan fits, else what the nearest one lacks: of plans with one slot each and nothing kept, the one that
         lacks fewest bytes, with all state on the host or with as much on the device as that has room for."""
         found: list[tuple[Shortage, ...]] = []
-        for update in policies(self.recipe):
-            for embedding, head, offloaded in [(*where, n) for where in VOCABULARY[:4] for n in (0, self.layers)]:
-                smallest = Choice(update=update, adam_threads=1, embedding=embedding, head=head, offloaded=offloaded)
-                if self.fit(smallest) is not None:
-                    return ()
-                found.append(self.memory(smallest)[0])
-                on_device = last_true(
-                    0, self.layers, lambda r, c=smallest: not self.lacks(with_resident(c, r), "device")  # type: ignore[misc]
-                )
-                if on_device:
-                    found.append(self.memory(with_resident(smallest, on_device))[0])
+        for smallest in self.smallest():
+            if self.fit(smallest) is not None:
+                return ()
+            found.append(self.memory(smallest)[0])
+            on_device = last_true(
+                0, self.layers, lambda r, c=smallest: not self.lacks(with_resident(c, r), "device")  # type: ignore[misc]
+            )
+            if on_device:
+                found.append(self.memory(with_resident(smallest, on_device))[0])
         return min(found, key=lambda lacks: sum(s.need - s.have for s in lacks))
+
+    def smallest(self) -> Iterator[Choice]:
+        """Plans with one slot each and nothing kept: of every policy, with inputs here or away, with layers updated by the CPU or
+        in passing (which needs no host buffer for a gradient under `during_backward`)."""
+        both: tuple[Placement, Placement] = ("streamed_adam", "streamed_adam")
+        ways = [(where, 0) for where in (*VOCABULARY[:4], both)] + [(both, self.layers), (("resident", "resident"), self.layers)]
+        for update, ((embedding, head), passing), offloaded in itertools.product(policies(self.recipe), ways, (0, self.layers)):
+            choice = Choice(
+                update=update, adam_threads=1, embedding=embedding, head=head, offloaded=offloaded, passing=passing, state_slots=1
+            )  # fmt: skip
+            yield replace(choice, chunk_bytes=SMALL_CHUNK) if choice.passes else choice
 
     def _most(self, choice: Choice, change: Callable[[Choice, int], Choice], low: int, high: int) -> Choice:
         """`choice` changed with the largest number of low..high that fits; `choice`, which fits, if none does."""
@@ -234,7 +246,11 @@ class Search:
 
     def best(self, starts: int, descend_ops: int, cut_ops: int) -> list[Scored]:
         """All three stages: the best of each of several starts, best first."""
-        return self.improve(_distinct(self.fill(descend_ops), starts), descend_ops, cut_ops)
+        found = _distinct(self.fill(descend_ops), starts)
+        if not found:  # only what is smallest fits
+            tried = (self.score(self.fit(replace(choice, adam_threads=self.threads[0]))) for choice in self.smallest())
+            found = [scored for scored in tried if scored is not None][:starts]
+        return self.improve(found, descend_ops, cut_ops)
 
     def improve(self, starts: Sequence[Scored], descend_ops: int, cut_ops: int) -> list[Scored]:
         """Stages 2 and 3 from given starts."""

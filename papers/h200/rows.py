@@ -373,11 +373,11 @@ def rehearsal(model: ModelSpec, recipe: Recipe, job: Job) -> tuple[ModelSpec, Re
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["plan", "measure", "child"])
+    parser.add_argument("what", choices=["plan", "measure", "child"], help="child: one row, for the process that measures")
     parser.add_argument("rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)}; all by default")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--commit", default="")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"), help="where rows.jsonl is, or will be")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: rehearse at small sizes")
+    parser.add_argument("--commit", default="", help="the commit that is measured; make h200-table asks for it")
     parser.add_argument("--machine", default="null", help="rates that were measured already, as JSON")
     options = parser.parse_intermixed_args()
     names = options.rows or list(ROWS)
