@@ -113,7 +113,9 @@ PASSING: dict[str, dict[str, Any]] = {
 """Plans whose state passes through the device or whose inputs wait on the host."""
 
 
-@pytest.mark.parametrize(("precision", "tied", "micro_batches"), [("bf16", False, 3), ("fp32", True, 1)])
+@pytest.mark.parametrize(
+    ("precision", "tied", "micro_batches"), [("bf16", False, 3), pytest.param("fp32", True, 1, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("update", ["after", "next_forward", "during_backward"])
 @pytest.mark.parametrize("name", PASSING)
 def test_state_that_passes_through_the_device_and_inputs_that_wait_on_the_host(
