@@ -144,6 +144,11 @@ class ModelSpec:
             return 2 * self.vocab_size * self.hidden_size
         return 2 * sum(p.numel for p in block.params if len(p.shape) == 2)
 
+    def last_product_flops_per_token(self) -> int:
+        """FLOPs of a decoder layer's last matrix product, for one token. A forward that runs again for the sake of what the
+        backward needs leaves it out."""
+        return 2 * self.intermediate_size * self.hidden_size
+
     def attention_flops(self, tokens: int, seq_len: int) -> int:
         """FLOPs of one layer's attention scores and weighted values in a causal forward over `tokens` in rows of
         `seq_len`.

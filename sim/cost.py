@@ -8,8 +8,8 @@ What the rate is while other ops run is the business of `sim.sharing`; alone, it
 Two sources for compute. *Calibrated*: a duration measured in a running step, where the profile has it for this block, token
 count and sequence length (between two token counts, linear in time). *Spec*: products at the sustained rate, attention at its
 own, everything else as memory traffic, plus launches; the sum, because within one stream they follow each other. A backward
-does twice the products of a forward and 2.5 times its attention (scores are computed anew); with recomputation a forward comes
-first. If a profile has measured durations and one is missing, the notes say what was asked outside of them.
+does twice the products of a forward and 2.5 times its attention (scores are computed anew); with recomputation a forward without
+its last product comes first. If a profile has measured durations and one is missing, the notes say what was asked outside of them.
 
 Not covered: what a kernel's shape does to its rate, clocks that fall with power, copies that take GPU memory bandwidth.
 """
@@ -197,7 +197,9 @@ class _CostModel:
             return self._compute("embedding", ns=self._memory_ns(nbytes), nbytes=nbytes, measured=("backward", block))
         keep = any(a.tag.what == "saved" for a in op.reads)
         accumulated = _accumulator_nbytes(op)
-        ns = self._layer_ns(block, 2) + self._memory_ns(accumulated) + (0 if keep else self._layer_ns(block, 1))
+        ns = self._layer_ns(block, 2) + self._memory_ns(accumulated)
+        if not keep:
+            ns += self._layer_ns(block, 1) - self._products_ns(self.model.last_product_flops_per_token() * self.tokens)
         nbytes = (2 if keep else 3) * self._layer_nbytes(block) + accumulated
         kernels = ("backward",) if keep else ("forward", "backward")
         kind: ComputeKind = "backward" if keep else "recompute_backward"

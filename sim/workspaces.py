@@ -52,8 +52,7 @@ def workspaces(model: ModelSpec, recipe: Recipe, *, on_host: bool) -> Workspaces
         forward=saved + inside,
         kept_forward=inside,
         loss=_loss(model, recipe, on_host=on_host),
-        # The recomputed output stays until the op ends.
-        backward=saved + hidden * n + max(inside, kept_backward),
+        backward=saved + max(inside, kept_backward),
         kept_backward=kept_backward,
         embedding_backward=_embedding_backward(model, recipe),
     )

@@ -321,7 +321,7 @@ def _backward(b: Kernels, x: Operands) -> Kernel:
         if hidden is None:
             _, saved = b.saved.pop(kept[0])
         else:
-            _, saved = template.forward(weights, hidden, of_layer)
+            saved = template.saved_by(weights, hidden, of_layer)
         dx, grads = template.backward(weights, saved, dy)
         accumulate(accumulators, grads, first)
         before.copy_(dx)

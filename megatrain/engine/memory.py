@@ -9,6 +9,8 @@ Memory starts filled with 0xFF, which is NaN in BF16 and FP32: bytes that were n
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from bisect import bisect_right
 from collections.abc import Mapping
 
@@ -78,13 +80,29 @@ class Memory:
 
 def _buffer(nbytes: int, device: str) -> Tensor:
     """`nbytes` of 0xFF that start at a multiple of `ALIGN_NBYTES`: the bits of a kernel can depend on alignment."""
-    raw = torch.full((nbytes + ALIGN_NBYTES,), 0xFF, dtype=torch.uint8, device=device)
+    raw = torch.empty(nbytes + ALIGN_NBYTES, dtype=torch.uint8, device=device)
+    if device == "cpu":
+        _ask_for_large_pages(raw)
+    raw.fill_(0xFF)
     skip = -raw.data_ptr() % ALIGN_NBYTES
     return raw[skip : skip + nbytes]
 
 
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
+LARGE_PAGE_NBYTES = 2 << 20
+
+
+def _ask_for_large_pages(untouched: Tensor) -> None:
+    """Ask the system to back memory by pages of 2 MiB: there are 512 times fewer to fault in and to register with a driver, which
+    takes two thirds and half of the time (7.5 GB and 3.7 GB on a Xeon). Where it cannot, nothing happens."""
+    advice: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
+    start = _round_up(untouched.data_ptr(), LARGE_PAGE_NBYTES)
+    nbytes = (untouched.data_ptr() + untouched.numel() - start) // LARGE_PAGE_NBYTES * LARGE_PAGE_NBYTES
+    if advice is not None and nbytes > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), advice)
+
+
+def _round_up(nbytes: int, to: int = ALIGN_NBYTES) -> int:
+    return -(-nbytes // to) * to
 
 
 def device_nbytes(schedule: Schedule) -> int:

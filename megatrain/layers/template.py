@@ -9,8 +9,9 @@ parameter shapes and every attribute that changes their forward, are equal.
 
 `weights` are tensors in the order of `BlockSpec.params`, usually views into a slot; binding them copies nothing and
 `saved` refers to none (see `saved.py`), so the backward may be given other memory that holds the same values. Keep,
-recompute and the first forward are one code path with gradients enabled; recomputing drops `saved` and calls `forward`
-again. Eager or compiled, the shapes are static: `x` [micro_batch_size, seq_len, hidden_size].
+recompute and the first forward are one code path with gradients enabled; recomputing drops `saved` and calls `saved_by`,
+the same forward but for its last product (see `last_product.py`). Eager or compiled, the shapes are static: `x`
+[micro_batch_size, seq_len, hidden_size].
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.func import functional_call
 
 from megatrain.layers.hf import CLASSES, hf_config
 from megatrain.layers.inputs import LayerInputs
+from megatrain.layers.last_product import LastProduct, omitted
 from megatrain.layers.saved import Rebinding, Saved, bind_weights, weight_free
 from megatrain.model import ModelSpec
 
@@ -60,6 +62,15 @@ class LayerTemplate:
 
         `x` and `inputs` must hold the same values until then. Raises ValueError if the weights are not the structure's.
         """
+        y, saved = self._run(weights, x, inputs)
+        return y.detach(), saved
+
+    def saved_by(self, weights: Sequence[Tensor], x: Tensor, inputs: LayerInputs) -> Saved:
+        """What `forward` saves, with the same bits, without its output."""
+        with omitted():
+            return self._run(weights, x, inputs)[1]
+
+    def _run(self, weights: Sequence[Tensor], x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Saved]:
         self._check(weights)
         rebinding = Rebinding()
         with torch.enable_grad():
@@ -67,8 +78,7 @@ class LayerTemplate:
             bound, anchors = bind_weights(weights)
             with self.lock, weight_free(weights, rebinding):
                 y = self.call(leaf, inputs.cos, inputs.sin, inputs.mask, *bound)
-        saved = Saved(output=get_gradient_edge(y), x=leaf, anchors=anchors, rebinding=rebinding)
-        return y.detach(), saved
+        return y, Saved(output=get_gradient_edge(y), x=leaf, anchors=anchors, rebinding=rebinding)
 
     def backward(self, weights: Sequence[Tensor], saved: Saved, dy: Tensor) -> tuple[Tensor, list[Tensor]]:
         """(dx, weight gradients in parameter order) of the forward that gave `saved`. It can run once.
@@ -124,6 +134,7 @@ def _build(structure: str, attention: str, compiled: bool) -> LayerTemplate:
     config = hf_config(json.loads(structure) | {"num_hidden_layers": 1, "max_window_layers": 0}, attention)
     with torch.device("meta"):
         module = CLASSES[config.model_type].layer(config, 0).eval()
+        module.mlp.down_proj = LastProduct(module.mlp.down_proj)
     names = tuple(module.state_dict())
     shapes = tuple(p.shape for p in module.state_dict().values())
 

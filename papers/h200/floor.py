@@ -31,8 +31,8 @@ class Rates:
 
     Bytes a second of the link's two directions; of the CPU optimizer, of host memory while the CPU optimizer and streamed state
     use it together (about 180e9), and of the GPU's optimizer, these three counting every byte read and written (26 a parameter in
-    bf16). Seconds of one micro-batch of the recipe: one decoder layer's forward, its backward from kept activations (no forward
-    again), and the loss (head forward and backward).
+    bf16). Seconds of one micro-batch of the recipe: one decoder layer's forward, the same again for what its backward needs, its
+    backward from kept activations (no forward again), and the loss (head forward and backward).
     """
 
     h2d_bytes_per_s: float
@@ -41,6 +41,7 @@ class Rates:
     dram_bytes_per_s: float
     gpu_adam_bytes_per_s: float
     layer_forward_s: float
+    layer_again_s: float
     layer_backward_s: float
     loss_s: float
 
@@ -117,7 +118,7 @@ def floor_s(model: ModelSpec, recipe: Recipe, plan: Plan, rates: Rates) -> Floor
 
     adam_nbytes = 2 * STATE_NBYTES + gradient
     forward = recipe.micro_batches * model.n_layers * rates.layer_forward_s
-    backward = recipe.micro_batches * (model.n_layers * rates.layer_backward_s + again * rates.layer_forward_s + rates.loss_s)
+    backward = recipe.micro_batches * (model.n_layers * rates.layer_backward_s + again * rates.layer_again_s + rates.loss_s)
     cpu_adam = on_cpu * adam_nbytes / rates.adam_bytes_per_s
     host_memory = (on_cpu + through_gpu) * adam_nbytes / rates.dram_bytes_per_s
     after_norm = 0.0

@@ -1,4 +1,5 @@
-"""The rows of the speed table: `python -m papers.h200.rows plan [names ...]` chooses plans, `... measure [names ...]` runs them.
+"""The rows of the speed table: `python -m papers.h200.rows calibrate` measures the machine and the rows' blocks, `... plan [names ...]`
+chooses plans, `... measure [names ...]` runs them.
 
 A row is a model, the GPU memory that may be used, tokens a step and a recipe. Plans are chosen by the planner with
 `results/calibrated.json` and committed under `plans/`, so that what was measured can be read. `measure` runs rows one after the
@@ -20,16 +21,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from megatrain.calibrate import calibrate
 from megatrain.derive import by_cause, derive
 from megatrain.engine.engine import Engine
-from megatrain.files import Job, load_hardware, load_job, save_job
+from megatrain.files import Job, load_hardware, load_job, save_hardware, save_job, save_record
 from megatrain.files.fields import plain
 from megatrain.layers.head import head_template
 from megatrain.layers.inputs import layer_inputs, make_inputs
@@ -38,7 +40,7 @@ from megatrain.model import ModelSpec
 from megatrain.optim.constants import step_constants
 from megatrain.optim.kernel import Run, prepare_adamw
 from megatrain.recipe import AdamW, Recipe
-from papers.h200.checks import CALIBRATED, Device, RandomWeights, batches, device_rates, qwen, segments
+from papers.h200.checks import CALIBRATED, Device, RandomWeights, batches, device_rates, qwen, record, save_stalls, segments
 from papers.h200.floor import Rates, floor_s
 from sim.ledger import CUDA_CONTEXT, ledger
 from sim.planner import explain, plan_for
@@ -109,6 +111,22 @@ def plan(name: str) -> None:
     print(f"{name}: {planned.step_ns / 1e9:.3f} s, at most {row.limit_s:.3g}")
 
 
+def calibrated(names: Sequence[str], device: Device, out: Path) -> None:
+    """Write DIR/calibrated.json: the machine, and the blocks of every recipe of the rows, each in a reduced model of its own."""
+    profile = None
+    for name in {(row.model, row.recipe): name for name, row in ROWS.items() if name in names}.values():
+        model, recipe = qwen(ROWS[name].model, device), ROWS[name].recipe
+        if device == "cpu":
+            recipe = dataclasses.replace(recipe, micro_batch_size=2, seq_len=16, compiled=False, loss_tile=16)
+        found = calibrate(device=device, model=model, recipe=recipe, budget_s=40 if profile is None else 10, name="h200-calibrated")
+        if profile is not None:
+            rows = {row[:-2] + row[-1:]: row for row in (*profile.compute.measured, *found.compute.measured)}
+            found = dataclasses.replace(profile, compute=dataclasses.replace(profile.compute, measured=tuple(rows.values())))
+        profile = found
+        save_hardware(out / "calibrated.json", profile)
+        print(f"{name}: calibrated", flush=True)
+
+
 def machine_rates(device: Device, threads: int) -> dict[str, float]:
     """Bytes a second: link up and down alone, the CPU optimizer alone, it and both directions together, the GPU's optimizer."""
     if device == "cpu":
@@ -160,7 +178,8 @@ MACHINE_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", "adam_bytes_per_s", "gpu_
 
 
 def block_seconds(model: ModelSpec, recipe: Recipe, device: Device) -> dict[str, float]:
-    """Seconds of a decoder layer's forward and backward and of the loss, one micro-batch of the recipe, alone on the device."""
+    """Seconds of a decoder layer's forward (first, and again) and backward and of the loss, one micro-batch of the recipe, alone on
+    the device."""
     if device == "cuda":
         from megatrain.engine.cuda import configure
 
@@ -180,6 +199,7 @@ def block_seconds(model: ModelSpec, recipe: Recipe, device: Device) -> dict[str,
     saved: list[Any] = []
     works: dict[str, Callable[[], Any]] = {
         "layer_forward_s": lambda: saved.append(layer.forward(of_layer, x, layer_inputs(inputs))[1]),
+        "layer_again_s": lambda: layer.saved_by(of_layer, x, layer_inputs(inputs)),
         "layer_backward_s": lambda: layer.backward(of_layer, saved.pop(), x),
         "loss_s": lambda: head.loss_forward_backward(
             of_head, x, inputs["targets"], recipe.tokens_per_step, recipe.loss_tile, sums, first=False
@@ -265,8 +285,8 @@ class Watcher:
             self._process.kill()
 
 
-def measure(name: str, device: Device, commit: str, machine: dict[str, float] | None) -> dict[str, Any]:
-    """Run a row: figures of the steady steps, every loss, whether every block was updated, and the rates of its floor."""
+def measure(name: str, device: Device, commit: str, machine: dict[str, float] | None, out: Path) -> dict[str, Any]:
+    """Run a row, and keep its trace: figures of the steady steps, every loss, whether every block was updated, and the rates of its floor."""
     row, job = ROWS[name], load_job(PLANS / f"{name}.yaml")
     model, recipe, plan = qwen(row.model, device), job.recipe, job.plan
     if device == "cpu":
@@ -288,6 +308,8 @@ def measure(name: str, device: Device, commit: str, machine: dict[str, float] | 
         changed = [a != b for a, b in zip(before, checksums(engine), strict=True)]
         use = engine.memory_use()
         facts = derive(engine.schedule, trace)
+        save_record(out / f"{name}.measured.json.gz", record(engine.schedule, trace, "h200", device))
+        save_stalls(out / name, trace, facts)
         times = [ns / 1e9 for ns in facts.step_times_ns]
         expected = engine.schedule.digests()
     print("measured", flush=True)  # what the rates below take is not the row's
@@ -321,10 +343,12 @@ def measure(name: str, device: Device, commit: str, machine: dict[str, float] | 
     }  # fmt: skip
 
 
-def in_its_own_process(name: str, device: Device, commit: str, machine: dict[str, float] | None) -> dict[str, Any]:
+def in_its_own_process(
+    name: str, device: Device, commit: str, machine: dict[str, float] | None, out: Path
+) -> dict[str, Any]:
     """`measure` in a process of its own, with what the watcher saw of it."""
     command = [sys.executable, "-m", "papers.h200.rows", "child", name, "--device", device, "--commit", commit]
-    command += ["--machine", json.dumps(machine)]
+    command += ["--machine", json.dumps(machine), "--out", str(out)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None and child.stdout is not None
     with Watcher(device, child.pid) as watcher:
@@ -373,7 +397,7 @@ def rehearsal(model: ModelSpec, recipe: Recipe, job: Job) -> tuple[ModelSpec, Re
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["plan", "measure", "child"], help="child: one row, for the process that measures")
+    parser.add_argument("what", choices=["calibrate", "plan", "measure", "child"], help="child: one row, for the process that measures")
     parser.add_argument("rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)}; all by default")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"), help="where rows.jsonl is, or will be")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: rehearse at small sizes")
@@ -388,14 +412,17 @@ def main() -> int:
     machine: dict[str, float] | None = json.loads(options.machine)
     if options.what == "child":
         sys.stdin.readline()
-        print(json.dumps(measure(names[0], options.device, options.commit, machine)))
+        print(json.dumps(measure(names[0], options.device, options.commit, machine, options.out)))
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.what == "calibrate":
+        calibrated(names, options.device, options.out)
+        return 0
     failed = 0
     with (options.out / "rows.jsonl").open("a") as log:
         for name in names:
             try:
-                found = in_its_own_process(name, options.device, options.commit, machine)
+                found = in_its_own_process(name, options.device, options.commit, machine, options.out)
                 machine = {rate: found["rates"][rate] for rate in MACHINE_RATES} if "rates" in found else machine
             except Exception as error:
                 traceback.print_exc()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
+import megatrain.layers.last_product as last_product
 import megatrain.layers.template as template_module
 from megatrain.layers.hf import CLASSES, hf_config
 from megatrain.layers.inputs import LayerInputs, rotary_tables
@@ -221,6 +222,34 @@ def test_a_compiled_layer_keeps_no_weight_either(
         # Fused kernels round less often than eager BF16 code does.
         tolerance = 1e-5 if dtype == torch.float32 else 0.02
         assert float((got - reference).norm()) <= tolerance * float(reference.norm())
+
+
+@pytest.mark.parametrize("backend", ["eager code", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_forward_for_what_it_saves_computes_no_output_and_saves_the_same_bits(
+    architecture: str, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in place of what is not computed would reach every gradient that depends on it."""
+    model, block, slot, x, dy, inputs = make(architecture, dtype, **({"mlp_bias": True} if architecture == "llama" else {}))
+    if backend != "eager code":
+        template_module._build.cache_clear()
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    template, weights = layer_templates(model, compiled=backend != "eager code")[1], slot_views(slot, block, dtype)
+    _, saved = template.forward(weights, x, inputs)
+    expected = template.backward(weights, saved, dy)
+    left_out = []
+
+    def nothing(x: Tensor, weight: Tensor) -> Tensor:
+        left_out.append(tuple(x.shape))
+        return x.new_full((*x.shape[:-1], weight.shape[0]), float("nan"))
+
+    monkeypatch.setattr(last_product, "_uncomputed", nothing)
+    dx, grads = template.backward(weights, template.saved_by(weights, x, inputs), dy)
+    assert left_out == [(2, T, model.intermediate_size)]
+    assert_same_bits([dx, *grads], [expected[0], *expected[1]])
+    y, _ = template.forward(weights, x, inputs)
+    assert bool(y.isfinite().all())
 
 
 def test_a_change_of_shape_beyond_the_recompile_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
