@@ -8,8 +8,9 @@ What the rate is while other ops run is the business of `sim.sharing`; alone, it
 Two sources for compute. *Calibrated*: a duration measured in a running step, where the profile has it for this block, token
 count and sequence length (between two token counts, linear in time). *Spec*: products at the sustained rate, attention at its
 own, everything else as memory traffic, plus launches; the sum, because within one stream they follow each other. A backward
-does twice the products of a forward and 2.5 times its attention (scores are computed anew); with recomputation a forward without
-its last product comes first. If a profile has measured durations and one is missing, the notes say what was asked outside of them.
+does twice the products of a forward and 2.5 times its attention (scores are computed anew); with recomputation a forward
+without its last product comes first. If a profile has measured durations and one is missing, the notes say what was asked
+outside of them.
 
 Not covered: what a kernel's shape does to its rate, clocks that fall with power, copies that take GPU memory bandwidth.
 """

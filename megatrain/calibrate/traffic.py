@@ -19,18 +19,19 @@ import torch
 from megatrain.calibrate.device import DIRECTIONS, Device, Direction, Piece
 from megatrain.calibrate.host import random_bytes
 from megatrain.calibrate.samples import Spread, figure, overall, rate_per_s, spread
+from megatrain.engine.memory import buffer
 from megatrain.hardware import Link, SharingRow
 from megatrain.layers.inputs import DTYPES
 from megatrain.optim.constants import step_constants
-from megatrain.optim.kernel import adamw_update
+from megatrain.optim.kernel import Run, prepare_adamw
 from megatrain.recipe import Recipe
 
 SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 ROUNDS = 4
 SETTLE_SHARE = 0.2
 """Of a while, what passes before ends of pieces count: until then threads start one after the other."""
-_ADAM_PIECE = 2 << 20
-"""Elements a call of the optimizer: 50 MB of traffic, beside which a call and its threads' start are little."""
+_ADAM_PIECE = 8 << 20
+"""Elements a call of the optimizer: 200 MB of traffic, beside which a call and its threads' start are little."""
 
 
 _GB = 10**9
@@ -140,24 +141,27 @@ def adam_traffic(recipe: Recipe, state_nbytes: int, seed: int) -> Callable[[int]
     block = torch.randn(_ADAM_PIECE, generator=generator) * 0.02
 
     def plane(values: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(count, dtype=values.dtype)
+        out = buffer(count * values.itemsize, "cpu").view(values.dtype)  # the memory that an engine's state lies in
         for start in range(0, count, _ADAM_PIECE):
             out[start : start + _ADAM_PIECE] = values
         return out
 
-    master = (plane(block.bfloat16()), random_bytes(2 * count, seed).view(torch.int16)) if split else (plane(block),)
+    low = random_bytes(2 * _ADAM_PIECE, seed).view(torch.int16)
+    master = (plane(block.bfloat16()), plane(low)) if split else (plane(block),)
     m, v, grad = plane(block * 0.1), plane(block.square()), plane(block.to(link))
     constants = torch.from_numpy(step_constants(recipe.optimizer, 100, factor=0.5))
     moved = _ADAM_PIECE * (2 * 12 + link.itemsize)  # master, m and v are read and written, the gradient is read
 
+    def update(at: int, threads: int) -> Callable[[], None]:
+        part, run = slice(at, at + _ADAM_PIECE), Run(0, _ADAM_PIECE, True)
+        planes = tuple(p[part] for p in master)
+        return prepare_adamw(planes, m[part], v[part], grad[part], constants, [run], threads=threads)
+
     def traffic(threads: int) -> Piece:
-        starts = itertools.cycle(range(0, count, _ADAM_PIECE))
+        updates = itertools.cycle([update(at, threads) for at in range(0, count, _ADAM_PIECE)])
 
         def piece() -> int:
-            at = next(starts)
-            part = slice(at, at + _ADAM_PIECE)
-            planes = tuple(p[part] for p in master)
-            adamw_update(planes, m[part], v[part], grad[part], constants, decayed=True, threads=threads)
+            next(updates)()
             return moved
 
         return piece

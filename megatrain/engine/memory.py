@@ -32,7 +32,7 @@ class Memory:
 
     def __init__(self, storages: tuple[Storage, ...], device: str = "cpu", adopted: Mapping[str, Tensor] | None = None) -> None:
         self.storages = storages
-        self._arena = _buffer(sum(_round_up(s.nbytes) for s in storages if s.space == "device" and not s.dynamic), device)
+        self._arena = buffer(sum(_round_up(s.nbytes) for s in storages if s.space == "device" and not s.dynamic), device)
         self._views: list[Tensor | None] = []
         at = 0
         for storage in storages:
@@ -44,7 +44,7 @@ class Memory:
             else:
                 there = (adopted or {}).get(storage.name)
                 fits = there is not None and there.numel() == storage.nbytes
-                self._views.append(there if fits else _buffer(storage.nbytes, "cpu"))
+                self._views.append(there if fits else buffer(storage.nbytes, "cpu"))
         self._by_address = sorted((view.data_ptr(), i) for i, view in enumerate(self._views) if view is not None and view.numel())
         self._addresses = [address for address, _ in self._by_address]
         self._index = {s.name: i for i, s in enumerate(storages)}
@@ -78,7 +78,7 @@ class Memory:
         return name in self._index
 
 
-def _buffer(nbytes: int, device: str) -> Tensor:
+def buffer(nbytes: int, device: str) -> Tensor:
     """`nbytes` of 0xFF that start at a multiple of `ALIGN_NBYTES`: the bits of a kernel can depend on alignment."""
     raw = torch.empty(nbytes + ALIGN_NBYTES, dtype=torch.uint8, device=device)
     if device == "cpu":

@@ -2,8 +2,8 @@
 
 A layer ends with its MLP's `down_proj`, added to the residual stream. Nothing that the backward needs depends on the result: so
 where a layer is run again only to save what its backward needs, that product, 29% of the layer's FLOPs in Qwen2.5-7B, is for
-nothing. A compiled layer must not be another graph for that, since another graph may have other bits. So the product is an operation
-that the compiler does not look into, and whether it computes anything is decided as it runs.
+nothing. A compiled layer must not be another graph for that, since another graph may have other bits. So the product is an
+operation that the compiler does not look into, and whether it computes anything is decided as it runs.
 
 Both gradients are products of their own and see neither the result nor whether there was one.
 """
@@ -69,7 +69,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 last_product.register_autograd(_gradients, setup_context=_save)
 
 
-class LastProduct(nn.Module):
+class _LastProduct(nn.Module):
     """Stands in for a layer's last `nn.Linear`, with its parameters under the same names."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -79,3 +79,10 @@ class LastProduct(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = last_product(x, self.weight, self.bias)
         return result
+
+
+def leave_out_last_product(layer: nn.Module) -> None:
+    """Let `omitted` govern the last product of a decoder layer. AttributeError for one that does not end with `mlp.down_proj`."""
+    mlp, last = layer.get_submodule("mlp"), layer.get_submodule("mlp.down_proj")
+    assert isinstance(last, nn.Linear), last
+    mlp.down_proj = _LastProduct(last)

@@ -30,7 +30,7 @@ from torch.func import functional_call
 
 from megatrain.layers.hf import CLASSES, hf_config
 from megatrain.layers.inputs import LayerInputs
-from megatrain.layers.last_product import LastProduct, omitted
+from megatrain.layers.last_product import leave_out_last_product, omitted
 from megatrain.layers.saved import Rebinding, Saved, bind_weights, weight_free
 from megatrain.model import ModelSpec
 
@@ -134,7 +134,7 @@ def _build(structure: str, attention: str, compiled: bool) -> LayerTemplate:
     config = hf_config(json.loads(structure) | {"num_hidden_layers": 1, "max_window_layers": 0}, attention)
     with torch.device("meta"):
         module = CLASSES[config.model_type].layer(config, 0).eval()
-        module.mlp.down_proj = LastProduct(module.mlp.down_proj)
+        leave_out_last_product(module)
     names = tuple(module.state_dict())
     shapes = tuple(p.shape for p in module.state_dict().values())
 

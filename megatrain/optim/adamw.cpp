@@ -155,11 +155,24 @@ void load(const Plain& p, int64_t i, Wide& a, Wide& b) { widen(p.w + i, a, b); }
 void store(const Plain& p, int64_t i, Wide a, Wide b) { a.store(p.w + i), b.store(p.w + i + 16); }
 
 constexpr int64_t BLOCK = 64;
+constexpr int64_t AHEAD = 320;  // elements
+
+// A thread reads five streams and writes four, which is more than the processor itself fetches ahead in time. Asked for explicitly,
+// 5 to 10% more of DRAM's bandwidth is reached alone and 15 to 20% beside a link's copies (14 threads of a Xeon).
+template <class Number>
+INLINE void fetch_ahead(const Number* here) {
+#pragma GCC unroll 8
+    for (size_t at = 0; at < BLOCK * sizeof(Number); at += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(here + AHEAD) + at, 1);
+}
+INLINE void fetch_ahead(const Split& p, int64_t i) { fetch_ahead(p.hi + i), fetch_ahead(p.lo + i); }
+INLINE void fetch_ahead(const Plain& p, int64_t i) { fetch_ahead(p.w + i); }
 
 // Stage by stage over four registers: a square root and a division take long, and others are started meanwhile.
 template <bool SCALED, class Master, class Gradient>
 INLINE void block(Master master, float* m, float* v, const Gradient* g, const Constants& c, int64_t i) {
     constexpr int N = BLOCK / 16;
+    fetch_ahead(m + i), fetch_ahead(v + i), fetch_ahead(master, i), fetch_ahead(g + i);
     Wide x[N], sum[N], rest[N], second_moment[N], r[N];
 #pragma GCC unroll 8
     for (int k = 0; k < N; k += 2) widen(g + i + 16 * k, x[k], x[k + 1]);
@@ -209,7 +222,7 @@ struct DefaultFloats {
 };
 
 struct Run { int64_t first, end, decayed; };  // elements [first, end) of the planes, and whether they decay
-constexpr int64_t GRAIN = 1 << 14;            // elements that one thread takes at a time
+constexpr int64_t GRAIN = 1 << 15;            // elements that one thread takes at a time
 
 template <class Master, class Gradient>
 void update(Master master, float* m, float* v, const Gradient* g, const float* constants, const Run* runs, int64_t count,

@@ -1,5 +1,5 @@
-"""The rows of the speed table: `python -m papers.h200.rows calibrate` measures the machine and the rows' blocks, `... plan [names ...]`
-chooses plans, `... measure [names ...]` runs them.
+"""The rows of the speed table. `python -m papers.h200.rows calibrate` measures the machine and the rows' blocks, `... plan [names
+...]` chooses plans, `... measure [names ...]` runs them.
 
 A row is a model, the GPU memory that may be used, tokens a step and a recipe. Plans are chosen by the planner with
 `results/calibrated.json` and committed under `plans/`, so that what was measured can be read. `measure` runs rows one after the
@@ -31,6 +31,7 @@ import torch
 from megatrain.calibrate import calibrate
 from megatrain.derive import by_cause, derive
 from megatrain.engine.engine import Engine
+from megatrain.engine.memory import buffer
 from megatrain.files import Job, load_hardware, load_job, save_hardware, save_job, save_record
 from megatrain.files.fields import plain
 from megatrain.layers.head import head_template
@@ -118,7 +119,8 @@ def calibrated(names: Sequence[str], device: Device, out: Path) -> None:
         model, recipe = qwen(ROWS[name].model, device), ROWS[name].recipe
         if device == "cpu":
             recipe = dataclasses.replace(recipe, micro_batch_size=2, seq_len=16, compiled=False, loss_tile=16)
-        found = calibrate(device=device, model=model, recipe=recipe, budget_s=40 if profile is None else 10, name="h200-calibrated")
+        budget_s = 40 if profile is None else 10
+        found = calibrate(device=device, model=model, recipe=recipe, budget_s=budget_s, name="h200-calibrated")
         if profile is not None:
             rows = {row[:-2] + row[-1:]: row for row in (*profile.compute.measured, *found.compute.measured)}
             found = dataclasses.replace(profile, compute=dataclasses.replace(profile.compute, measured=tuple(rows.values())))
@@ -127,13 +129,16 @@ def calibrated(names: Sequence[str], device: Device, out: Path) -> None:
         print(f"{name}: calibrated", flush=True)
 
 
+STATE = (torch.bfloat16, torch.int16, torch.bfloat16, torch.float32, torch.float32)
+
+
 def machine_rates(device: Device, threads: int) -> dict[str, float]:
     """Bytes a second: link up and down alone, the CPU optimizer alone, it and both directions together, the GPU's optimizer."""
     if device == "cpu":
         return dict.fromkeys(MACHINE_RATES, 1e9)
     n, chunk = 1 << 28, 1 << 28
-    hi, lo, g = torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int16), torch.zeros(n, dtype=torch.bfloat16)
-    m, v, constants = torch.zeros(n), torch.zeros(n), torch.from_numpy(step_constants(AdamW(), 1))
+    hi, lo, g, m, v = (buffer(n * of.itemsize, "cpu").view(of).zero_() for of in STATE)  # as the engine's state lies
+    constants = torch.from_numpy(step_constants(AdamW(), 1))
     update = prepare_adamw((hi, lo), m, v, g, constants, [Run(0, n, True)], threads=threads)
     here = {way: torch.zeros(chunk, dtype=torch.uint8, pin_memory=True) for way in ("up", "down")}
     there = {way: torch.zeros(chunk, dtype=torch.uint8, device="cuda") for way in here}
@@ -178,8 +183,8 @@ MACHINE_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", "adam_bytes_per_s", "gpu_
 
 
 def block_seconds(model: ModelSpec, recipe: Recipe, device: Device) -> dict[str, float]:
-    """Seconds of a decoder layer's forward (first, and again) and backward and of the loss, one micro-batch of the recipe, alone on
-    the device."""
+    """Seconds of a decoder layer's forward (first, and again) and backward and of the loss, one micro-batch of the recipe, alone
+    on the device."""
     if device == "cuda":
         from megatrain.engine.cuda import configure
 
@@ -286,7 +291,8 @@ class Watcher:
 
 
 def measure(name: str, device: Device, commit: str, machine: dict[str, float] | None, out: Path) -> dict[str, Any]:
-    """Run a row, and keep its trace: figures of the steady steps, every loss, whether every block was updated, and the rates of its floor."""
+    """Run a row, and keep its trace: figures of the steady steps, every loss, whether every block was updated, and the rates of
+    its floor."""
     row, job = ROWS[name], load_job(PLANS / f"{name}.yaml")
     model, recipe, plan = qwen(row.model, device), job.recipe, job.plan
     if device == "cpu":
@@ -397,7 +403,7 @@ def rehearsal(model: ModelSpec, recipe: Recipe, job: Job) -> tuple[ModelSpec, Re
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["calibrate", "plan", "measure", "child"], help="child: one row, for the process that measures")
+    parser.add_argument("what", choices=["calibrate", "plan", "measure", "child"], help="child: one row, for `measure`")
     parser.add_argument("rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)}; all by default")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"), help="where rows.jsonl is, or will be")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: rehearse at small sizes")
