@@ -18,7 +18,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from megatrain.engine.engine import STEPS_IN_FLIGHT, Engine, MemoryUse, StepResult
+from megatrain.engine.engine import STEPS_IN_FLIGHT, Engine, MemoryUse, StartTimes, StepResult
 from megatrain.files import StepFigures
 from megatrain.model import ModelSpec
 from megatrain.plan import Plan
@@ -36,13 +36,14 @@ OnStep = Callable[[int, StepFigures, str | None], None]
 class Trained:
     """`steps` has each step's figures, `seconds` being the time since the one before was known (since the start, for the first).
     `trace` covers the steps from `traced_from` on, as many as a trace holds; None if tracing was off. `memory` is what the engine
-    took when the third step, or the last of fewer, was known."""
+    took when the third step, or the last of fewer, was known, `start` how long its parts took to be ready for the first."""
 
     steps: tuple[StepFigures, ...]
     skipped: int
     trace: Trace | None
     traced_from: int
     memory: MemoryUse
+    start: StartTimes
 
 
 def warm_up(steps: int) -> int:
@@ -61,12 +62,14 @@ def train(
     device: Literal["cpu", "cuda"] = "cpu",
     tracing: bool = True,
     on_step: OnStep = lambda step, figures, skipped: None,
+    on_start: Callable[[float], None] = lambda loaded: None,
     on_ready: Callable[[], None] = lambda: None,
     at_end: Callable[[Engine], None] = lambda engine: None,
 ) -> Trained:
     """Train for `steps` steps. `batch(step, rows)` gives the rows of a step (`megatrain.data`).
 
-    `on_ready` is called when the state is in place, `at_end` with the flushed engine before it closes (to save, to evaluate).
+    `on_start` is called as state is put in place (`Engine`), `on_ready` when it is there, `at_end` with the flushed engine before
+    it closes (to save, to evaluate).
     ValueError for fewer steps than one and as `Engine`; LaneError if the run fails.
     """
     if steps < 1:
@@ -77,7 +80,7 @@ def train(
     pending: deque[StepResult] = deque()
     memory: MemoryUse | None = None
 
-    with Engine(model, recipe, plan, weights, device=device, tracing=tracing) as engine:
+    with Engine(model, recipe, plan, weights, device=device, tracing=tracing, on_start=on_start) as engine:
         on_ready()
         known_at = time.perf_counter()
 
@@ -103,8 +106,8 @@ def train(
                 read()
         while pending:
             read()
-        trace = engine.trace() if tracing else None
+        trace, start = engine.trace() if tracing else None, engine.start_times
         engine.flush()  # whether or not reading the trace did
         at_end(engine)
     assert memory is not None
-    return Trained(steps=tuple(figures), skipped=skipped, trace=trace, traced_from=first_traced, memory=memory)
+    return Trained(steps=tuple(figures), skipped=skipped, trace=trace, traced_from=first_traced, memory=memory, start=start)

@@ -46,6 +46,8 @@ _PASSED_OVER = re.compile(r"rotary_emb\.(inv_freq|original_inv_freq|cos_cached|s
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _LARGEST_HEADER = 100_000_000
 _TILE = 1 << 20
+_PIECE, _READERS = 16 << 20, 4
+"""Bytes a reader takes at a time, and readers: one alone does not keep a fast disk busy."""
 
 
 class _Stamp(NamedTuple):
@@ -80,6 +82,34 @@ class Weights(Mapping[str, Tensor]):
         self._stamps = {path: _stamp(path) for path in set(files.values())}
         self._lock = threading.Lock()
         self._mapped: tuple[Path, Any] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the files."""
+        return sum(stamp.nbytes for stamp in self._stamps.values() if stamp is not None)
+
+    def read_ahead(self) -> threading.Thread:
+        """Have the system cache the files from now on, in order, so that look-ups need not wait for the disk. It takes `nbytes`
+        of memory that the system gives away when others ask for it. The thread that reads ends with the files or the process."""
+        pieces = [
+            (path, start) for path, stamp in self._stamps.items() if stamp is not None for start in range(0, stamp.nbytes, _PIECE)
+        ]
+
+        def read(piece: tuple[Path, int]) -> None:
+            path, start = piece
+            try:
+                with path.open("rb", buffering=0) as file:
+                    os.preadv(file.fileno(), [bytearray(_PIECE)], start)
+            except OSError:
+                pass  # the look-up will say so
+
+        def read_all() -> None:
+            with ThreadPoolExecutor(_READERS) as pool:
+                list(pool.map(read, pieces))
+
+        thread = threading.Thread(target=read_all, name="megatrain read ahead", daemon=True)
+        thread.start()
+        return thread
 
     def __getitem__(self, name: str) -> Tensor:
         path = self._files[name]

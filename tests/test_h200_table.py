@@ -401,9 +401,17 @@ def test_no_row_passes_by_its_time_alone(repository: Path, changes: dict[str, An
     assert not judged(only(made_of(repository, line(repository, **changes))))[0]
 
 
-def test_a_ledger_is_shown_where_a_row_has_one(repository: Path) -> None:
-    made = made_of(repository, line(repository, ledger={"device": {"step": 0.125}}))
-    assert "ledger.device.step" in report(made) and "0.125" in report(made)
+@pytest.mark.parametrize(
+    ("fields", "passes"),
+    [({"ledger_device_gib": 20.25}, True), ({"ledger_device_gib": 20.26}, False), ({"ledger_device_gib": 19.74}, False),
+     ({"gpu_peak_gib": 100.0, "ledger_device_gib": 101.0}, True), ({"gpu_peak_gib": 100.0, "ledger_device_gib": 101.1}, False),
+     ({"ledger_pinned_gib": 5.0, "pinned_gib": 5.06}, True), ({"ledger_pinned_gib": 5.0, "pinned_gib": 5.07}, False),
+     ({"ledger_allocator_gib": 5.0, "allocator_gib": 5.3}, False)],
+)  # fmt: skip
+def test_a_row_is_held_to_its_ledger(repository: Path, fields: dict[str, float], passes: bool) -> None:
+    entry = only(made_of(repository, line(repository, **fields)))
+    assert judged(entry)[0] == passes, judged(entry)
+    assert "by the ledger, and measured" in report([entry])
     assert "ledger" not in report(made_of(repository, line(repository)))
 
 

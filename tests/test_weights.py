@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import megatrain.weights as weights_module
 from megatrain.model import ModelSpec
 from megatrain.weights import FLOATS, INDEX, SINGLE, RandomWeights, Weights, open_weights, save_weights
 
@@ -394,3 +395,20 @@ def test_random_weights_are_what_the_library_would_initialise() -> None:
             assert abs(ours.mean()) < 6 * 0.02 / ours.numel() ** 0.5
             assert abs(ours.std() / 0.02 - 1) < 6 / ours.numel() ** 0.5
     assert not weights["model.embed_tokens.weight"][7].any() and not library["model.embed_tokens.weight"][7].any()
+
+
+def test_reading_ahead_reads_every_byte_once(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, seen = open_weights(sharded, MODEL), []
+    monkeypatch.setattr(weights_module, "_PIECE", 1000)
+    preadv = os.preadv
+
+    def counted(file: int, buffers: list[bytearray], offset: int) -> int:
+        seen.append(preadv(file, buffers, offset))
+        return seen[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    weights.read_ahead().join(60)
+    files = list(sharded.glob("*.safetensors"))
+    assert sum(seen) == weights.nbytes == sum(path.stat().st_size for path in files)
+    files[0].unlink()
+    weights.read_ahead().join(60)  # what is wrong is said where a weight is asked for

@@ -251,7 +251,8 @@ def run(
     """Train: execute a plan, and write what was measured.
 
     JSON fields: steps, skipped (steps with a gradient that is not finite), first_loss, last_loss, step_ns (null for a single
-    step), tokens_per_s, out, save, memory (bytes predicted and measured: device, pinned, pageable, resident).
+    step), tokens_per_s, out, save, start (seconds, by what they went into), memory (bytes predicted and measured: device, pinned,
+    pageable, resident).
     """
     with show.progress("load PyTorch"):
         from megatrain.cli.run import run_job

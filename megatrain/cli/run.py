@@ -29,7 +29,7 @@ from megatrain.hardware import H200, HardwareProfile
 from megatrain.model import ModelSpec
 from megatrain.schedule import lower
 from megatrain.training import Trained, train
-from megatrain.weights import RandomWeights, open_weights, save_weights
+from megatrain.weights import RandomWeights, Weights, open_weights, save_weights
 from sim.ledger import Item, Ledger
 
 Device = Literal["cpu", "cuda"]
@@ -78,8 +78,11 @@ def run_job(
         weights: Mapping[str, Tensor] = RandomWeights(model, seed) if random_weights else _weights(job, model)
         with show.progress("lower the plan"):  # long where chunks are small
             schedule = lower(model, job.recipe, job.plan)
+    if isinstance(weights, Weights) and book.host_nbytes() + weights.nbytes <= usable_memory():
+        weights.read_ahead()  # while memory is touched
     batches, counts = _batches(data, job, model, tokenizer, seed)
     trained = train_shown(job, model, weights, batches, steps=steps, device=place, save=save)
+    start, first_s = trained.start, trained.steps[0].seconds
     record = record_of(job, model, trained, place)
     save_record(out, record)
     assert trained.trace is not None
@@ -89,7 +92,11 @@ def run_job(
         "steps": len(trained.steps), "skipped": trained.skipped, "first_loss": trained.steps[0].loss,
         "last_loss": trained.steps[-1].loss, "step_ns": time.mean_ns if time else None,
         "tokens_per_s": job.recipe.tokens_per_step * 1e9 / time.mean_ns if time else None, "out": str(out),
-        "save": str(save) if save else None, "memory": {what: row._asdict() for what, row in memory.items()},
+        "save": str(save) if save else None,
+        "start": {
+            "memory_s": start.memory_s, "weights_s": start.weights_s, "compile_s": start.compile_s, "first_step_s": first_s,
+        },
+        "memory": {what: row._asdict() for what, row in memory.items()},
     }  # fmt: skip
     if as_json:
         show.json_object(figures)
@@ -97,6 +104,8 @@ def run_job(
     lines = {
         "loss": f"{trained.steps[0].loss:.4f} at the first step, {trained.steps[-1].loss:.4f} at the last",
         "data": counts,
+        "start": f"memory {start.memory_s:.1f} s, weights {start.weights_s:.1f} s"
+        + (f" (compiling meanwhile: {start.compile_s:.1f} s)" if job.recipe.compiled else "") + f", first step {first_s:.1f} s",
     }
     if time is not None:
         tflops = 6 * model.numel * figures["tokens_per_s"] / 1e12
@@ -120,7 +129,10 @@ def train_shown(
 ) -> Trained:  # fmt: skip
     """`train` with a progress bar; `save`: where the trained weights go, as FP32 safetensors beside the model's other files."""
     with show.progress("train") as bar:
-        bar(None, "load weights")
+        bar(None, "touch memory")
+
+        def on_start(loaded: float) -> None:
+            bar(loaded, "touch memory" if not loaded else "load weights" + ", compile" * job.recipe.compiled)
 
         def on_step(step: int, figures: StepFigures, skipped: str | None) -> None:
             rate = job.recipe.tokens_per_step / figures.seconds
@@ -135,7 +147,7 @@ def train_shown(
                 _save_beside(save, job, model)
 
         return train(
-            model, job.recipe, job.plan, weights, batches, steps=steps, device=device, on_step=on_step,
+            model, job.recipe, job.plan, weights, batches, steps=steps, device=device, on_step=on_step, on_start=on_start,
             on_ready=lambda: bar(0.0, "first step"), at_end=at_end,
         )  # fmt: skip
 

@@ -50,6 +50,10 @@ class CpuBackend:
     def run(self, op: Op, step: Any) -> Ran:
         return self.kernels.run(op, step)
 
+    def rehearse(self) -> None:
+        self._enter("compute")
+        self.kernels.rehearse()
+
     def after_load(self) -> None:
         pass
 

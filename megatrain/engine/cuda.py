@@ -74,6 +74,12 @@ class CudaBackend:
         self.kernels = Kernels(schedule=schedule, memory=self.memory, device=CudaOps(schedule, self.lanes.streams), counts=counts)
         torch.cuda.synchronize()  # the arena was filled on the default stream
 
+    def rehearse(self) -> None:
+        """On the calling thread, while others may load state."""
+        with torch.cuda.stream(self.lanes.streams["compute"]):
+            self.kernels.rehearse()
+            torch.cuda.current_stream().synchronize()
+
     def after_load(self) -> None:
         """Once state is loaded: what that took is given back, since nothing will ask for memory of its sizes."""
         torch.cuda.synchronize()

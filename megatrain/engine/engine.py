@@ -14,9 +14,12 @@ that are still pending. Evaluating and reading state flush first.
 from __future__ import annotations
 
 import os
+import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -165,6 +168,41 @@ class MemoryUse:
     resident_set: int | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartTimes:
+    """Seconds of an engine's start: for memory (made, touched, pinned), then for loading the weights; layers compiled for
+    `compile_s` while that went on and, if it is longer, after it."""
+
+    memory_s: float
+    weights_s: float
+    compile_s: float
+
+
+@contextmanager
+def _meanwhile(work: Callable[[], None]) -> Iterator[Callable[[], float]]:
+    """`work` on a thread of its own; it has ended when the block has, and what it raised is raised then, unless the block raised
+    something itself. Gives a function that says how long it took."""
+    took, errors = 0.0, []
+
+    def timed() -> None:
+        nonlocal took
+        began = time.perf_counter()
+        try:
+            work()
+        except BaseException as error:  # for the thread that waits
+            errors.append(error)
+        took = time.perf_counter() - began
+
+    thread = threading.Thread(target=timed, name="megatrain compile", daemon=True)
+    thread.start()
+    try:
+        yield lambda: took
+    finally:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
 def resident_set(root: Path = Path("/")) -> int | None:
     """VmRSS of this process in bytes; `root` is where /proc is looked for."""
     try:
@@ -179,7 +217,9 @@ class Engine:
 
     `device` is where the schedule's device storages are: "cpu" (an arena in host memory) or "cuda". With `tracing` off a run is
     neither timed nor recorded. One thread at a time may use an engine; two engines may run at once. `wrap` puts a backend of the
-    caller's around the real one (to delay, to poison, to fail: tests of the engine itself).
+    caller's around the real one (to delay, to poison, to fail: tests of the engine itself). `on_start` is called with the share
+    of the weights that is loaded, 0 before there is memory for them. Layers compile meanwhile; `start_times` says how long each
+    took.
 
     Raises ValueError for a missing, surplus, misshapen or non-finite weight and for a plan that fits neither model nor machine.
     """
@@ -195,15 +235,22 @@ class Engine:
         tracing: bool = True,
         clock: Clock | None = None,
         wrap: Callable[[Any], Backend] = lambda backend: backend,
+        on_start: Callable[[float], None] = lambda loaded: None,
     ) -> None:
         self._device, self._tracing, self._clock, self._wrap = device, tracing, clock, wrap
         self._counts = UpdateCount()
         self._warm = self._stepped = False  # whether a step has run since the last flush, or at all
+        began = time.perf_counter()
         schedules = _schedules(model, recipe, plan)
+        on_start(0.0)
         backend = self._backend(schedules, {})
-        self._load(weights)
-        backend.after_load()
         self._staged = StagedInputs(model, recipe, STEPS_IN_FLIGHT + 1, pinned=device == "cuda")
+        there = time.perf_counter()
+        with _meanwhile(backend.rehearse if recipe.compiled else lambda: None) as compiling:
+            self._load(weights, on_start)
+            loaded = time.perf_counter()
+        backend.after_load()
+        self.start_times = StartTimes(memory_s=there - began, weights_s=loaded - there, compile_s=compiling())
         self._start(backend)
 
     # ---- training ------------------------------------------------------------------------------------------------------
@@ -394,8 +441,8 @@ class Engine:
             return self._plane("weights", block, p, torch.float32).clone()
         return join(*(self._plane(what, block, p, dtype) for what, dtype in (("weights", torch.bfloat16), ("lo", torch.int16))))
 
-    def _load(self, weights: Mapping[str, Tensor]) -> None:
-        known = {p.name for _, p in self._params()}
+    def _load(self, weights: Mapping[str, Tensor], on_start: Callable[[float], None]) -> None:
+        done, known = 0, {p.name for _, p in self._params()}
         embedding = self.schedule.model.embedding.params[0].name
         for name in weights:
             if self.schedule.model.tied and name == "lm_head.weight" and embedding in weights:
@@ -427,3 +474,5 @@ class Engine:
                     hi, lo = split(piece, name=p.name)
                     target.view(torch.bfloat16)[at].copy_(hi)
                     self.memory.named(f"lo[{block.index}]").view(torch.int16)[at].copy_(lo)
+            done += p.numel
+            on_start(done / self.schedule.model.numel)

@@ -8,7 +8,7 @@ AdamW runs on the device) comes in as `DeviceOps`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -130,6 +130,23 @@ class Kernels:
             ran = Ran(self._handles(op, ran.reads), ran.writes, ran.nbytes)
         prepared.kernel(step)
         return ran
+
+    def rehearse(self) -> None:
+        """Compile what a step will run, before there is a state: forward and backward of a layer of each structure, and the loss,
+        on memory that holds nothing yet. What they write means nothing, as what lay there did not."""
+        inputs = self.memory.named("input")
+        inputs.zero_()  # token ids, which are looked up
+        for op in self._to_rehearse():
+            kernel = _KERNELS[op.kind](self, Operands(op, self._bind(op.reads)[0], self._bind(op.writes)[0]))
+            kernel(StepContext(batch=(), n_valid=1))
+        inputs.fill_(0xFF)
+
+    def _to_rehearse(self) -> Iterator[Op]:
+        """Of the first micro-batch; a kept forward comes before the backward that takes what it kept."""
+        layers = {id(self.layers[block.layer]): block.index for block in self.schedule.model.layers if block.layer is not None}
+        for op in self.schedule.prologue.ops:
+            if op.micro == 0 and (op.kind == "loss" or (op.kind in ("forward", "backward") and op.block in layers.values())):
+                yield op
 
     def forget(self) -> None:
         """Let go of all that was prepared, and of what refers to it in turn. Nothing runs after this."""

@@ -91,7 +91,7 @@ POLICIES: tuple[tuple[str, float | None], ...] = (("during_backward", None), ("n
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Weights made when asked for, on the device, one at a time: 0.02 x normal, norms 1."""
+    """Weights made when asked for, on the device, piece by piece: 0.02 x normal, norms 1."""
 
     def __init__(self, model: ModelSpec, device: Device) -> None:
         self._shapes = {p.name: p.shape for block in model.blocks for p in block.params}
@@ -102,9 +102,9 @@ class RandomWeights(Mapping[str, Tensor]):
         if "norm" in name:
             return torch.ones(shape)
         generator = torch.Generator(self._device).manual_seed(hash_of(name))
-        made, piece = torch.empty(math.prod(shape), dtype=torch.bfloat16, device=self._device), 1 << 24
-        for part in made.split(piece):  # so that the largest takes little beside itself
-            part.copy_(torch.randn(part.numel(), generator=generator, device=self._device) * 0.02)
+        made, piece = torch.empty(math.prod(shape), dtype=torch.bfloat16), 1 << 24
+        for part in made.split(piece):  # so that they take little of the device's memory
+            part.copy_((torch.randn(part.numel(), generator=generator, device=self._device) * 0.02).bfloat16())
         return made.view(shape)
 
     def __iter__(self) -> Iterator[str]:

@@ -5,8 +5,8 @@ was promised of it (`limit_s`) and beside the floor of its plan at the rates mea
 
 A row passes at `step_s <= limit_s`. Where the machine of that call was slower than the one the limits were promised for, its Adam
 or a direction of its link by more than 5%, it also passes at `step_s <= 1.13 x floor`: the table prints both. No row passes that
-used more GPU memory than it may, ran something else than its schedule, left a block without an update, went on allocating, or
-has a loss that is not finite.
+used more GPU memory than it may or other memory than its ledger says (`LEDGER`), ran something else than its schedule, left a
+block without an update, went on allocating, or has a loss that is not finite.
 
 A row counts only if what was measured is what is here. A row of another commit is refused, and the whole table with it, when the
 present working tree differs from that commit in lowering, engine or kernels (`MEASURED_CODE`); so is one whose commit is not
@@ -17,7 +17,7 @@ The last line of output is one JSON object, `{"rows": [...], "vs_deepspeed": []}
 
 What a line must hold: the fields of `Measurement`. It may hold `rates` (the fields of `papers.h200.floor.Rates`, without which
 there is no floor), `job` (as in a job's file; else the plan file of the row's name is read, if it is that of the row's commit),
-and fields whose names begin with `ledger` (predicted against measured memory), shown as they are.
+and the pairs of `LEDGER`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,11 @@ SLOWER = 0.05
 OF_FLOOR = 1.13
 PROMISED = ("every block updated", "digests equal", "segments flat")
 """Fields of a line that say, where it has them, that the run was what it claims to be."""
+LEDGER = {
+    "device": ("ledger_device_gib", "gpu_peak_gib", 0.25), "allocator": ("ledger_allocator_gib", "allocator_gib", 0.25),
+    "pinned": ("ledger_pinned_gib", "pinned_gib", 1 / 16),
+}  # fmt: skip
+"""Predicted and measured GiB, by what they are of, and how far they may lie apart: so many GiB, or 1% if that is more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +110,16 @@ FIELDS = ("model", "gpu_memory_gib", "tokens", "clipping", "deterministic", "ste
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """A row of the table. `floor` is None without rates or without the plan that ran; `why_no_floor` then says which. `missed`
-    are the promises it does not keep beside its time, `ledger` its fields about memory, flat. `predicted_s` is the step that the
-    simulator gives for the plan that ran, with `results/calibrated.json`: rates of another call, none of this row's."""
+    are the promises it does not keep beside its time, `ledger` its memory by the names of `LEDGER`, (predicted, measured) GiB.
+    `predicted_s` is the step that the simulator gives for the plan that ran, with `results/calibrated.json`: rates of another
+    call, none of this row's."""
 
     measured: Measurement
     rates: Rates | None
     floor: Floor | None
     why_no_floor: str
     missed: tuple[str, ...]
-    ledger: tuple[tuple[str, object], ...]
+    ledger: dict[str, tuple[float, float]]
     predicted_s: float | None = None
 
 
@@ -192,9 +198,13 @@ def _entry(name: str, raw: dict[str, Any], repository: Path, plans: Path, model_
         missed.append("a loss is not finite")
     if measured.gpu_memory_gib is not None and measured.gpu_peak_gib > measured.gpu_memory_gib:
         missed.append(f"GPU memory {measured.gpu_peak_gib:g} GiB > {measured.gpu_memory_gib:g} GiB")
+    ledger = _ledger(raw)
+    for what, (said, seen) in ledger.items():
+        if abs(said - seen) > max(LEDGER[what][2], seen / 100):
+            missed.append(f"{what} memory {seen:g} GiB, by the ledger {said:g} GiB")
     return Entry(
         measured=measured, rates=rates, floor=floor, why_no_floor="" if floor else "no rates" if rates is None else why,
-        missed=tuple(missed), ledger=tuple(_ledger(raw)), predicted_s=predicted,
+        missed=tuple(missed), ledger=ledger, predicted_s=predicted,
     )  # fmt: skip
 
 
@@ -210,19 +220,10 @@ def _job(name: str, raw: dict[str, Any], commit: str, repository: Path, plans: P
     return load_job(file), ""
 
 
-def _ledger(raw: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    """The values of fields about memory, tables within them taken apart: ("ledger.device.step", 0.12)."""
-
-    def flat(name: str, value: object) -> Iterator[tuple[str, object]]:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                yield from flat(f"{name}.{key}", inner)
-        else:
-            yield name, value
-
-    for key, value in raw.items():
-        if key.startswith("ledger"):
-            yield from flat(key, value)
+def _ledger(raw: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """(predicted, measured) GiB of what the row has both of."""
+    pairs = {what: (raw.get(said), raw.get(seen)) for what, (said, seen, _) in LEDGER.items()}
+    return {what: (float(said), float(seen)) for what, (said, seen) in pairs.items() if said is not None and seen is not None}
 
 
 # ---- whether what was measured is what is here -------------------------------------------------------------------------
@@ -305,9 +306,9 @@ def report(made: Sequence[Entry | Failure]) -> str:
     if any(entry.rates for entry in found):
         rates = pd.DataFrame([_rates(entry.measured.row, entry.rates) for entry in found if entry.rates])
         parts.append(format_table(rates, title="Rates of the same call, GB/s and ms of a micro-batch"))
-    ledgers = [{"row": entry.measured.row, "field": key, "value": value} for entry in found for key, value in entry.ledger]
+    ledgers = [_memory(entry) for entry in found if entry.ledger]
     if ledgers:
-        parts.append(format_table(pd.DataFrame(ledgers), title="Memory, predicted against measured"))
+        parts.append(format_table(pd.DataFrame(ledgers), title="Memory, GiB: by the ledger, and measured"))
     return "\n".join(parts)
 
 
@@ -333,6 +334,13 @@ def _floor(entry: Entry, floor: Floor) -> dict[str, object]:
     seconds = {f"{name} [s]": round(s, 4) for name, s in floor.candidates.items()}
     times = f"{entry.measured.step_s / floor.seconds:.3f}x"
     return {"row": entry.measured.row, **seconds, "binds": floor.binds, "step / floor": times}
+
+
+def _memory(entry: Entry) -> dict[str, object]:
+    columns: dict[str, object] = {"row": entry.measured.row}
+    for what, (said, seen) in entry.ledger.items():
+        columns |= {f"{what}, ledger": said, what: seen, f"{what}, off by": round(seen - said, 3)}
+    return columns
 
 
 def _rates(row: str, rates: Rates) -> dict[str, object]:

@@ -171,7 +171,8 @@ def test_its_memory_is_what_the_simulator_counts(vocab: int) -> None:
     """Two bytes a logit of a tile, no product of the size of dW; with few words the norm's backward is the most."""
     recipe = Recipe(micro_batch_size=2, seq_len=1024, loss_tile=512)
     head, weights, x, targets = make(vocab, 256, (2, 1024))
-    model = ModelSpec.from_config(small_config("llama", vocab_size=vocab, hidden_size=256))
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    model = ModelSpec.from_config(small_config("llama", vocab_size=vocab, hidden_size=256, **heads))
     grads = [torch.zeros(w.shape, device="cuda") for w in weights]
 
     def run() -> None:
