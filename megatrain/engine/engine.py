@@ -46,8 +46,9 @@ from megatrain.trace import Trace
 if TYPE_CHECKING:
     from megatrain.engine.cuda import CudaBackend
 
-PIECE_ELEMENTS = 1 << 24
-"""Weights are turned into masters in pieces of so many elements: what that takes beside them stays small, wherever they are."""
+PIECE_ELEMENTS = 1 << 20
+"""Weights are turned into masters in pieces of so many elements: what that takes beside them stays small, wherever they are, and
+on the host in its caches; fresh memory for each would take longer than the work."""
 STEPS_IN_FLIGHT = 2
 """`step` returns before its step has ended; this many may be unfinished before it waits."""
 
@@ -462,17 +463,18 @@ class Engine:
             if tuple(value.shape) != p.shape:
                 raise ValueError(f"weights: {p.name!r} must have shape {list(p.shape)}, got {list(value.shape)}")
             target = self.memory.named(f"weights[{block.index}]")
-            flat = value.reshape(-1)
-            for start in range(0, p.numel, PIECE_ELEMENTS):
-                piece = flat[start : start + PIECE_ELEMENTS].to(torch.float32)
-                at = slice(p.offset + start, p.offset + start + piece.numel())
+            at = p.offset
+            for piece in value.reshape(-1).split(PIECE_ELEMENTS):
+                place, at = slice(at, at + piece.numel()), at + piece.numel()
                 if not bool(torch.isfinite(piece).all()):
                     raise ValueError(f"weights: {p.name!r} is not finite")
                 if self.schedule.recipe.precision == "fp32":
-                    target.view(torch.float32)[at].copy_(piece)
+                    target.view(torch.float32)[place].copy_(piece)
+                elif piece.dtype == torch.bfloat16:  # is its own hi, and the remainders are 0 already
+                    target.view(torch.bfloat16)[place].copy_(piece)
                 else:
-                    hi, lo = split(piece, name=p.name)
-                    target.view(torch.bfloat16)[at].copy_(hi)
-                    self.memory.named(f"lo[{block.index}]").view(torch.int16)[at].copy_(lo)
+                    hi, lo = split(piece.to(torch.float32), name=p.name)
+                    target.view(torch.bfloat16)[place].copy_(hi)
+                    self.memory.named(f"lo[{block.index}]").view(torch.int16)[place].copy_(lo)
             done += p.numel
             on_start(done / self.schedule.model.numel)

@@ -7,11 +7,12 @@ with those settings, and plain PyTorch.
   `papers/h200/deepspeed/NAME.json` says of `bf16` and `zero_optimization`, and all else from the recipe.
 - `plain`: model, FP32 masters and fused AdamW on the GPU, where they fit.
 
-The last two train the library's own model class with its gradient checkpointing. All have one model (Qwen2.5's shape, untied head),
-the same random weights and distinct random tokens, batch, clipping, AdamW and decay of matrices only; the loss is the mean over
-the tokens that have a next one. A step is timed from the batch on the host to the update's end; `step_s` is the median of the steps
-after the warm-up. Every run has a process of its own and a time limit, and gives one JSON line in DIR/versus-search.jsonl or
-DIR/versus.jsonl as soon as it ends: figures, or `error`. What the processes print is in DIR/versus.log.
+The last two train the library's own model class with its gradient checkpointing. All have one model (Qwen2.5's shape, untied
+head), the same random weights and distinct random tokens, batch, clipping, AdamW and decay of matrices only; the loss is the mean
+over the tokens that have a next one. A step is timed from the batch on the host to the update's end; `step_s` is the median of
+the steps after the warm-up. Every run has a process of its own and a time limit, and gives one JSON line in
+DIR/versus-search.jsonl or DIR/versus.jsonl as soon as it ends: figures, or `error`. What the processes print is in
+DIR/versus.log.
 
 Exit code 0 if all ran, 1 if one failed (a model that does not fit counts as failed), 2 for what cannot begin, with one line.
 """
@@ -19,7 +20,9 @@ Exit code 0 if all ran, 1 if one failed (a model that does not fit counts as fai
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -69,7 +72,7 @@ Step = Callable[[Tensor], Tensor]
 
 
 def conditions(name: str, tokens: int, device: Device) -> tuple[ModelSpec, Recipe]:
-    """The model and the recipe of a size: sequences of 1,024 tokens, one batch. On the cpu backend the tiny ones of a rehearsal."""
+    """The model and the recipe of a size: sequences of 1,024 tokens, one batch. On the cpu backend tiny ones, to rehearse."""
     rows, length = (2, 16) if device == "cpu" else (tokens // 1024, 1024)
     return qwen(name, device), Recipe(micro_batch_size=rows, seq_len=length, clip_norm=1.0)
 
@@ -77,13 +80,14 @@ def conditions(name: str, tokens: int, device: Device) -> tuple[ModelSpec, Recip
 def library_model(model: ModelSpec) -> Any:
     """The library's model in BF16 with its gradient checkpointing, on the default device; weights are still to be filled in."""
     config = hf_config(json.loads(model.config_json), "sdpa")
-    module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    classes: Any = AutoModelForCausalLM
+    module = classes.from_config(config, dtype=torch.bfloat16)
     module.gradient_checkpointing_enable({"use_reentrant": False})
     return module.train()
 
 
 def parameter_groups(model: ModelSpec, named: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters by whether the recipe's AdamW decays them. Shapes are the spec's: a partitioned parameter has none of its own."""
+    """Parameters by whether the recipe's AdamW decays them. Shapes are the spec's: a partitioned parameter has none."""
     spec = {p.name: p for block in model.blocks for p in block.params}
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for name, parameter in named:
@@ -142,10 +146,9 @@ def deepspeed_config(settings: str, recipe: Recipe) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def deepspeed(model: ModelSpec, recipe: Recipe, device: Device, settings: str) -> Step:
+def offloaded(model: ModelSpec, recipe: Recipe, device: Device, settings: str) -> Step:
     """DeepSpeed's engine around the library's model. Needs the environment of `deepspeed_environment`."""
-    import deepspeed
-
+    deepspeed: Any = importlib.import_module("deepspeed")  # installed or not; the folder of settings has its name too
     config = deepspeed_config(settings, recipe)
     deepspeed.init_distributed("nccl" if device == "cuda" else "gloo")
     with deepspeed.zero.Init(config_dict_or_path=config):  # each parameter goes to the host as soon as it is made
@@ -190,7 +193,7 @@ def measured(system: str, settings: str, name: str, tokens: int, device: Device,
     model, recipe = conditions(name, tokens, device)
     data = [batch["input_ids"] for batch in batches(model, recipe, WARM + MEASURED)]
     started = time.perf_counter()
-    step = plain(model, recipe, device) if system == "plain" else deepspeed(model, recipe, device, settings)
+    step = plain(model, recipe, device) if system == "plain" else offloaded(model, recipe, device, settings)
     losses, times = [], []
     if device == "cuda":
         torch.cuda.synchronize()
@@ -244,13 +247,13 @@ def other(call: Call, system: str, settings: str, name: str, tokens: int) -> dic
         return line | {"error": str(problem)[:2000]}
 
 
-def ours(call: Call, row: str, machine: dict[str, float] | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The line of a row of our engine, and the row's full line, None if it failed. `machine`: rates that were measured already."""
+def ours(call: Call, row: str, rates: dict[str, float] | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The line of a row of our engine, and the row's full line, None if it failed. `rates`: the machine's, once measured."""
     it = ROWS[row]
     line = call.line("megatrain", row, it.model, it.tokens) | {"gpu_memory_gib": it.gpu_memory_gib}
     with tempfile.TemporaryDirectory() as traces:  # of which nothing is kept
         command = [sys.executable, "-m", "papers.h200.rows", "child", row, "--device", call.device, "--commit", call.commit]
-        command += ["--machine", json.dumps(machine), "--out", traces]
+        command += ["--machine", json.dumps(rates), "--out", traces]
         try:
             full = in_its_own_process(call, f"megatrain {row}", command, dict(os.environ))
         except RuntimeError as problem:
@@ -279,8 +282,9 @@ def in_its_own_process(call: Call, title: str, command: list[str], environment: 
         timer.start()
         try:
             with Watcher(call.device, child.pid) as watcher:
-                child.stdin.write("go\n")  # not before the watcher has seen what is there without it
-                child.stdin.close()
+                with contextlib.suppress(BrokenPipeError):  # of one that has ended already; why is in the log
+                    child.stdin.write("go\n")  # not before the watcher has seen what is there without it
+                    child.stdin.close()
                 first = child.stdout.readline()
                 gpu, host = watcher.peaks() if first.strip() == "measured" else (0, 0)
             lines = child.stdout.read().splitlines()
@@ -312,11 +316,9 @@ def child(system: str, settings: str, name: str, tokens: int, device: Device) ->
 def build_kernels(device: Device) -> None:
     """Compile DeepSpeed's CPU optimizer, which is otherwise done when it is first used. RuntimeError if that fails."""
     code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=deepspeed_environment(device), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], env=deepspeed_environment(device), capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"DeepSpeed's cpu_adam does not compile: {' '.join(done.stdout.split())[-500:]}")
+        raise RuntimeError(f"DeepSpeed's cpu_adam does not compile: {' '.join(done.stderr.split())[-500:]}")
 
 
 def versions() -> dict[str, str | None]:
@@ -360,8 +362,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def comparable(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines that are no errors, of each run the last. ValueError, in one line, if they are not of one call on one machine with
-    one set of versions, lack a field, or if losses of one size differ by more than 1% at a step."""
+    """The lines that are no errors, the last of each system, settings and size. ValueError, in one line, if they are not of one
+    call on one machine with one set of versions, lack a field, or if losses of one size differ by more than 1% at a step."""
     newest: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for line in lines:
         if "error" in line:
@@ -418,8 +420,8 @@ def ratios(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def winner(path: Path) -> str:
-    """The settings with the shortest step of a search. ValueError, in one line, if there is none, if its lines cannot be compared,
-    or if the search was of another version of DeepSpeed than the one that is installed."""
+    """The settings with the shortest step of a search. ValueError, in one line, if there is none, if its lines cannot be
+    compared, or if the search was of another version of DeepSpeed than the one that is installed."""
     if not path.exists():
         raise ValueError(f"{path}: must hold the lines of a search; run search first, or name another file with --search")
     found = [line for line in comparable(read_lines(path)) if line["system"] == "deepspeed"]
