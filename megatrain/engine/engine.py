@@ -464,7 +464,7 @@ class Engine:
                 raise ValueError(f"weights: {p.name!r} must have shape {list(p.shape)}, got {list(value.shape)}")
             target = self.memory.named(f"weights[{block.index}]")
             at = p.offset
-            for piece in value.reshape(-1).split(PIECE_ELEMENTS):
+            for piece in torch.split(value.reshape(-1), PIECE_ELEMENTS):
                 place, at = slice(at, at + piece.numel()), at + piece.numel()
                 if not bool(torch.isfinite(piece).all()):
                     raise ValueError(f"weights: {p.name!r} is not finite")

@@ -180,7 +180,7 @@ def deepspeed_environment(device: Device) -> dict[str, str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     found |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    found |= {"DS_ACCELERATOR": device, "DS_SKIP_CUDA_CHECK": "1"}
+    found |= {"DS_ACCELERATOR": device, "DS_SKIP_CUDA_CHECK": "1", "PYTHONWARNINGS": "ignore::FutureWarning"}
     found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", "")])  # ninja may be there alone
     compiler = shutil.which("nvcc")
     if compiler and "CUDA_HOME" not in found:
