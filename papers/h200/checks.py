@@ -69,7 +69,8 @@ def qwen(name: str, device: Device, **changes: Any) -> ModelSpec:
     """A Qwen2.5 shape with an untied head; on the cpu backend, which rehearses, a tiny one."""
     fields = {"model_type": "qwen2", "rope_theta": 1e6, "max_position_embeddings": 32768, **QWEN25[name], **changes}
     if device == "cpu":
-        fields |= {"hidden_size": 56, "intermediate_size": 96, "vocab_size": 211, "num_hidden_layers": 4}
+        heads = fields["num_attention_heads"]
+        fields |= {"hidden_size": 4 * heads, "intermediate_size": 96, "vocab_size": 211, "num_hidden_layers": 4}
     return ModelSpec.from_config(fields, name=f"Qwen2.5-{name}")
 
 

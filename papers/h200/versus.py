@@ -38,11 +38,12 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -264,7 +265,8 @@ def ours(call: Call, row: str, rates: dict[str, float] | None) -> tuple[dict[str
 
 def in_its_own_process(call: Call, title: str, command: list[str], environment: dict[str, str]) -> dict[str, Any]:
     """What the command says, with what the watcher saw of it. The command waits for a line, says `measured` when it is done, and
-    ends with one line of JSON. RuntimeError if it fails or outlasts its time: it is stopped, with all that it started."""
+    ends with one line of JSON. RuntimeError if it fails (its first line may be `failed` and why) or outlasts its time: then it
+    is stopped, with all that it started."""
     with (call.out / "versus.log").open("a") as log:
         print(f"==== {title}", file=log, flush=True)
         begins = log.tell()
@@ -297,20 +299,26 @@ def in_its_own_process(call: Call, title: str, command: list[str], environment: 
     if late.is_set():
         raise RuntimeError(f"took longer than {call.timeout_s:g} s")
     if code or first.strip() != "measured" or not lines:
-        said = (call.out / "versus.log").read_bytes()[begins:].decode(errors="replace")
-        causes = [text.strip() for text in said.splitlines() if text.strip() and not text.startswith(("[rank", "[W", "sys:1"))]
-        raise RuntimeError(f"ended with {code}: {causes[-1] if causes else 'nothing said'}")
+        said = (call.out / "versus.log").read_bytes()[begins:].decode(errors="replace").split("\n")
+        causes = [first[7:]] if first.startswith("failed ") else [text for text in said if text.strip()]
+        raise RuntimeError(f"ended with {code}: {causes[-1].strip() if causes else 'nothing said'}")
     found: dict[str, Any] = json.loads(lines[-1])
     return found | {"gpu_peak_gib": round(gpu / 2**30, 3), "host_peak_gib": round(host / 2**30, 3)}
 
 
-def child(system: str, settings: str, name: str, tokens: int, device: Device) -> None:
+def child(system: str, settings: str, name: str, tokens: int, device: Device) -> NoReturn:
     """One run, for `other`. Only this function writes to standard output; libraries that do are sent to the log."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.stdin.readline()
-    found = measured(system, settings, name, tokens, device, lambda: print("measured", file=answers, flush=True))
-    print(json.dumps(found), file=answers, flush=True)
+    try:
+        found = measured(system, settings, name, tokens, device, lambda: print("measured", file=answers, flush=True))
+        print(json.dumps(found), file=answers, flush=True)
+    except Exception as problem:
+        traceback.print_exc()
+        print(f"failed {type(problem).__name__}: {' '.join(str(problem).split())}", file=answers, flush=True)
+        os._exit(1)
+    os._exit(0)  # at once: what libraries do when the interpreter ends is no part of the run, and may fail
 
 
 def build_kernels(device: Device) -> None:
@@ -489,9 +497,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", default="", metavar="id", help="go on with an earlier call on the same machine: its lines' run")
     options = parser.parse_args(arguments)
     if options.what == "child":
-        system, settings, name, tokens = options.run_of
-        child(system, settings, name, int(tokens), options.device)
-        return 0
+        system, name, model, tokens = options.run_of
+        child(system, name, model, int(tokens), options.device)
     rows = options.rows or [name for name in ROWS if name.startswith("3b-")]
     try:
         if options.run_of:
