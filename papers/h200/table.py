@@ -12,7 +12,8 @@ A row counts only if what was measured is what is here. A row of another commit 
 present working tree differs from that commit in lowering, engine or kernels (`MEASURED_CODE`); so is one whose commit is not
 known. A row that carries an error is listed as failed and left out of the JSON.
 
-The last line of output is one JSON object, `{"rows": [...], "vs_deepspeed": []}`. Exit code 0 for a table, whatever its rows say;
+The last line of output is one JSON object, `{"rows": [...], "vs_deepspeed": [...]}`; the second are the ratios of
+`papers.h200.versus compare`, where its lines are in results/versus.jsonl. Exit code 0 for a table, whatever its rows say;
 2 for one that is refused, with one line that names file, row and field.
 
 What a line must hold: the fields of `Measurement`. It may hold `rates` (the fields of `papers.h200.floor.Rates`, without which
@@ -49,7 +50,7 @@ from sim.simulate import simulate
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
-ROWS_FILE = HERE / "results" / "rows.jsonl"
+ROWS_FILE, VERSUS_FILE = HERE / "results" / "rows.jsonl", HERE / "results" / "versus.jsonl"
 
 MEASURED_CODE = (
     "megatrain/schedule", "megatrain/engine", "megatrain/optim", "megatrain/layers", "megatrain/plan.py", "megatrain/recipe.py",
@@ -356,15 +357,15 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def json_line(made: Sequence[Entry | Failure]) -> str:
-    """The measured rows for programs, on one line. `floor_s` is null where there is none."""
+def json_line(made: Sequence[Entry | Failure], versus: Sequence[dict[str, Any]] = ()) -> str:
+    """The measured rows and the ratios to DeepSpeed for programs, on one line. `floor_s` is null where there is none."""
     rows = []
     for entry in made:
         if isinstance(entry, Entry):
             values = dataclasses.asdict(entry.measured)
             values["floor_s"] = round(entry.floor.seconds, 4) if entry.floor else None
             rows.append({field: values[field] for field in FIELDS})
-    return json.dumps({"rows": rows, "vs_deepspeed": []})
+    return json.dumps({"rows": rows, "vs_deepspeed": list(versus)})
 
 
 def _qwen(name: str) -> ModelSpec:
@@ -375,17 +376,32 @@ def _qwen(name: str) -> ModelSpec:
     return qwen(name, "cuda")
 
 
+def _versus(path: Path) -> list[dict[str, Any]]:
+    """The ratios of a file of lines, none without it. ValueError, in one line, for lines that cannot be compared."""
+    if not path.exists():
+        return []
+    from papers.h200.versus import ratios, read_lines  # here, since they need PyTorch
+
+    try:
+        return ratios(read_lines(path))
+    except ValueError as problem:
+        raise ValueError(f"{path}: {problem}") from None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The speed table from the rows that were measured.")
     parser.add_argument("--rows", type=Path, nargs="+", action="extend", metavar="FILE", help="default: results/rows.jsonl")
     options = parser.parse_args(arguments)
     try:
         made = entries(read_rows(options.rows or [ROWS_FILE]), REPOSITORY, HERE / "plans", _qwen)
+        versus = _versus(VERSUS_FILE)
     except ValueError as problem:
         print(problem, file=sys.stderr)
         return 2
     print(report(made))
-    print(json_line(made))
+    if versus:
+        print(format_table(pd.DataFrame(versus), title="Tokens a second over DeepSpeed's"))
+    print(json_line(made, versus))
     return 0
 
 

@@ -40,11 +40,13 @@ def _compute_s(schedule: Schedule) -> float:
 def test_the_spec_source_predicts_measured_forward_and_backward_of_a_7b_model(
     micro_batches: int, size: int, keep: bool, measured_s: float
 ) -> None:
-    """Compiled layers of 7.6e9 parameters in rows of 1,024 tokens, all weights on the GPU; not one number is fitted to these."""
+    """Compiled layers of 7.6e9 parameters in rows of 1,024 tokens, all weights on the GPU; not one number is fitted to these. What
+    was measured ran the whole forward again, where a schedule's layers leave out its last product."""
     recipe = Recipe(micro_batches=micro_batches, micro_batch_size=size, seq_len=1024, compiled=True)
     activations = {"default": "keep" if keep else "recompute"}
     schedule = lower(ModelSpec.from_config(QWEN_7B), recipe, Plan(activations=activations, chunk_bytes=0))  # type: ignore[arg-type]
-    assert _compute_s(schedule) == pytest.approx(measured_s, rel=0.06)
+    left_out = 0 if keep else schedule.model.n_layers * schedule.model.last_product_flops_per_token() * recipe.tokens_per_step
+    assert _compute_s(schedule) + left_out / H200.compute.flops_per_s["bf16"] == pytest.approx(measured_s, rel=0.06)
 
 
 def test_the_optimizer_takes_what_was_measured_on_both_sides() -> None:
@@ -103,11 +105,17 @@ def test_every_kind_has_a_cost(schedule: Callable[..., Schedule]) -> None:
     assert kinds == set(get_args(Kind))
 
 
-def test_recomputing_costs_one_forward_more(schedule: Callable[..., Schedule], host: HardwareProfile) -> None:
+def test_recomputing_costs_one_forward_but_for_its_last_product(
+    schedule: Callable[..., Schedule], host: HardwareProfile
+) -> None:
+    s = schedule()
     for hardware in (H200, host):
+        share = s.recipe.compute_threads / hardware.cores if hardware.compute.on_host else 1
+        rate = hardware.compute.flops_per_s[s.recipe.precision] * share
+        last_ns = s.recipe.tokens_per_micro_batch * s.model.last_product_flops_per_token() * 1e9 / rate
         keep, recompute = (_body(schedule(activations={"default": a}), hardware) for a in ("keep", "recompute"))
         more = alone_ns(recompute["backward[2.1]"]) - alone_ns(keep["backward[2.1]"])
-        assert more == pytest.approx(alone_ns(keep["forward[2.1]"]), abs=2)
+        assert more == pytest.approx(alone_ns(keep["forward[2.1]"]) - last_ns, abs=3)
         assert keep["forward[2.1]"] == recompute["forward[2.1]"]
 
 
