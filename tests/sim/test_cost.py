@@ -40,8 +40,8 @@ def _compute_s(schedule: Schedule) -> float:
 def test_the_spec_source_predicts_measured_forward_and_backward_of_a_7b_model(
     micro_batches: int, size: int, keep: bool, measured_s: float
 ) -> None:
-    """Compiled layers of 7.6e9 parameters in rows of 1,024 tokens, all weights on the GPU; not one number is fitted to these. What
-    was measured ran the whole forward again, where a schedule's layers leave out its last product."""
+    """Compiled layers of 7.6e9 parameters in rows of 1,024 tokens, all weights on the GPU; not one number is fitted to these.
+    What was measured ran the whole forward again, where a schedule's layers leave out its last product."""
     recipe = Recipe(micro_batches=micro_batches, micro_batch_size=size, seq_len=1024, compiled=True)
     activations = {"default": "keep" if keep else "recompute"}
     schedule = lower(ModelSpec.from_config(QWEN_7B), recipe, Plan(activations=activations, chunk_bytes=0))  # type: ignore[arg-type]
