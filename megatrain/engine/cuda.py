@@ -24,6 +24,9 @@ from typing import Any, NamedTuple
 
 # cuBLAS reads this when its first handle is made. A workspace of a fixed size belongs to the bits of a product.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# PyTorch reads this when the first growing segment is made. Nothing here shares device memory with another process; told so, it
+# does not first ask the driver for a kind of sharing that most machines refuse, which a memory checker would report.
+os.environ.setdefault("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC", "0")
 
 import torch
 from torch import Tensor
@@ -129,6 +132,9 @@ class CudaLanes:
         self._free: dict[bool, list[torch.cuda.Event]] = {True: [], False: []}
 
     def enter(self, lanes: tuple[Lane, ...]) -> None:
+        # The driver takes its context from the thread, and a thread has none before its first call of the runtime. Memory of
+        # growing segments belongs to no context by itself: a copy to it would then be refused.
+        torch.cuda.Event().record(self._idle)
         if "compute" in lanes:
             torch.cuda.set_stream(self.streams["compute"])  # copies name their stream
 

@@ -92,18 +92,20 @@ POLICIES: tuple[tuple[str, float | None], ...] = (("during_backward", None), ("n
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Weights made when asked for, on the device, piece by piece: 0.02 x normal, norms 1."""
+    """Weights made when asked for, on the device, piece by piece: 0.02 x normal, norms 1. A matrix holds until the next one is
+    asked for: fresh memory for each would take longer than to make it."""
 
     def __init__(self, model: ModelSpec, device: Device) -> None:
         self._shapes = {p.name: p.shape for block in model.blocks for p in block.params}
         self._device = device
+        self._made = torch.empty(max(map(math.prod, self._shapes.values())), dtype=torch.bfloat16)
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if "norm" in name:
             return torch.ones(shape)
         generator = torch.Generator(self._device).manual_seed(hash_of(name))
-        made, piece = torch.empty(math.prod(shape), dtype=torch.bfloat16), 1 << 24
+        made, piece = self._made[: math.prod(shape)], 1 << 24
         for part in made.split(piece):  # so that they take little of the device's memory
             part.copy_((torch.randn(part.numel(), generator=generator, device=self._device) * 0.02).bfloat16())
         return made.view(shape)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +33,8 @@ from tests.engine.small import (
 )
 
 pytestmark = pytest.mark.cuda
+
+ROOT = Path(__file__).parents[2]
 
 PLAN = Plan(weight_slots=2, chunk_bytes=4096)
 EARLY = Plan(update="during_backward", placement={"2": "resident"}, chunk_bytes=4096)
@@ -113,6 +118,19 @@ def test_memory_is_flat_after_the_third_step_and_closing_returns_it(plan: Plan) 
     gc.collect()
     # PyTorch keeps the workspaces of cuBLAS and cuBLASLt for each stream there ever was, 32 MiB each.
     assert torch.cuda.memory_allocated() - before <= 2 * (32 << 20) + (4 << 20)
+
+
+@pytest.mark.parametrize("tracing", [False, True])
+def test_the_first_engine_of_a_process_runs_with_and_without_tracing(tracing: bool) -> None:
+    """In a process of its own: its lanes' threads are the first to call the driver, and all memory is in growing segments."""
+    code = (
+        "from tests.engine.small import *; from megatrain.engine.engine import Engine; from megatrain.plan import Plan\n"
+        "model, recipe = small_model(), small_recipe(precision='bf16')\n"
+        f"with Engine(model, recipe, Plan(chunk_bytes=4096), random_weights(model), device='cuda', tracing={tracing}) as engine:\n"
+        "    print([engine.step(batch).loss for batch in random_batches(model, recipe, 2)])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0 and "nan" not in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("plan", [PASSING, replace(PASSING, update="after", state_slots=1), EARLY_PASSING])
