@@ -66,8 +66,11 @@ QWEN25: dict[str, dict[str, Any]] = {
 
 
 def qwen(name: str, device: Device, **changes: Any) -> ModelSpec:
-    """A Qwen2.5 shape with an untied head; on the cpu backend, which rehearses, a tiny one."""
-    fields = {"model_type": "qwen2", "rope_theta": 1e6, "max_position_embeddings": 32768, **QWEN25[name], **changes}
+    """A Qwen2.5 shape with an untied head, by its size ("14B"), of another depth if one follows ("14B-60"); on the cpu backend,
+    which rehearses, a tiny one."""
+    size, _, layers = name.partition("-")
+    fields = {"model_type": "qwen2", "rope_theta": 1e6, "max_position_embeddings": 32768, **QWEN25[size], **changes}
+    fields |= {"num_hidden_layers": int(layers)} if layers else {}
     if device == "cpu":
         heads = fields["num_attention_heads"]
         fields |= {"hidden_size": 4 * heads, "intermediate_size": 96, "vocab_size": 211, "num_hidden_layers": 4}

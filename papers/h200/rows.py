@@ -93,6 +93,8 @@ ROWS: dict[str, Row] = {
     "14b-all-16384": Row(model="14B", gpu_memory_gib=None, tokens=16384, limit_s=3.6),
     "14b-all-16384-deterministic": Row(model="14B", gpu_memory_gib=None, tokens=16384, limit_s=3.6, deterministic=True),
     "14b-all-65536": Row(model="14B", gpu_memory_gib=None, tokens=65536, limit_s=12.5, micro_batches=4),
+    "14bx60-all-1024": Row(model="14B-60", gpu_memory_gib=None, tokens=1024, limit_s=60.0),
+    "14bx70-all-1024-unclipped": Row(model="14B-70", gpu_memory_gib=None, tokens=1024, limit_s=60.0, clipping=False),
     "3b-all-4096": Row(model="3B", gpu_memory_gib=None, tokens=4096, limit_s=2.5 / 6),
     "3b-all-16384": Row(model="3B", gpu_memory_gib=None, tokens=16384, limit_s=2.6 / 3),
     "3b-all-32768": Row(model="3B", gpu_memory_gib=None, tokens=32768, limit_s=3.8 / 2, micro_batches=2),
@@ -100,7 +102,8 @@ ROWS: dict[str, Row] = {
     "3b-16-16384": Row(model="3B", gpu_memory_gib=16, tokens=16384, limit_s=2.6 / 1.7, loss_tile=1024),
     "3b-16-32768": Row(model="3B", gpu_memory_gib=16, tokens=32768, limit_s=3.8 / 1.6, micro_batches=2, loss_tile=1024),
 }  # fmt: skip
-"""The limit of a deterministic row of 7B is 6% above that of the fastest recipe. Rows of 3B stand beside DeepSpeed ZeRO-3 with
+"""The limit of a deterministic row of 7B is 6% above that of the fastest recipe. The deep ones are the largest that fit, of which
+only three steps are promised. Rows of 3B stand beside DeepSpeed ZeRO-3 with
 optimizer and parameters offloaded, of which 2.5, 2.6 and 3.8 s were known beforehand: that over the promised ratio."""
 
 
@@ -112,11 +115,15 @@ def plan(name: str) -> None:
     alike = (other for other, it in ROWS.items() if it.model == row.model and it.gpu_memory_gib == row.gpu_memory_gib)
     files = [PLANS / f"{other}.yaml" for other in alike if ROWS[other].clipping == row.clipping]
     seeds = [load_job(path).plan for path in files if path.exists()]  # what was found before, here or for other tokens
+    model, said = qwen(row.model, "cuda"), f"qwen2.5-{row.model.lower()}"
     planned = plan_for(
-        qwen(row.model, "cuda"), row.recipe, hardware, gpu_memory=memory, host_memory=HOST_MEMORY, seeds=seeds, marginals=False
+        model, row.recipe, hardware, gpu_memory=memory, host_memory=HOST_MEMORY, seeds=seeds, marginals=False
     )
     PLANS.mkdir(exist_ok=True)
-    save_job(PLANS / f"{name}.yaml", Job(model=f"qwen2.5-{row.model.lower()}", recipe=row.recipe, plan=planned.plan))
+    if "-" in row.model:  # no built-in shape
+        (PLANS / f"{row.model.lower()}.json").write_text(model.config_json + "\n")
+        said = f"papers/h200/plans/{row.model.lower()}.json"
+    save_job(PLANS / f"{name}.yaml", Job(model=said, recipe=row.recipe, plan=planned.plan))
     (PLANS / f"{name}.txt").write_text(explain(planned) + "\n")
     print(f"{name}: {planned.step_ns / 1e9:.3f} s, at most {row.limit_s:.3g}")
 
@@ -343,6 +350,7 @@ def measure(name: str, device: Device, commit: str, machine: dict[str, float] | 
     def gib(nbytes: int) -> float:
         return round(nbytes / 2**30, 3)
 
+    start = {k: round(v, 1) for k, v in plain(engine.start_times).items()}
     return {
         "row": name, "model": row.model, "gpu_memory_gib": row.gpu_memory_gib, "tokens": recipe.tokens_per_step,
         "clipping": row.clipping, "deterministic": row.deterministic, "step_s": round(step_s, 4),
@@ -351,7 +359,7 @@ def measure(name: str, device: Device, commit: str, machine: dict[str, float] | 
         "job": plain(job), **found,
         "losses": [round(x, 4) for x in losses], "norms": [round(x, 4) for x in norms], "every block updated": all(changed),
         "digests equal": list(trace.digests) == [expected[p] for p in trace.parts], "segments flat": at_start == at_end,
-        "ready_s": round(ready_s, 1), "warm_s": round(warm_s, 1), **derive_busy(facts),
+        "ready_s": round(ready_s, 1), "start": start, "warm_s": round(warm_s, 1), **derive_busy(facts),
         "ledger_device_gib": gib(book.device_nbytes()), "ledger_allocator_gib": gib(book.device_nbytes() - CUDA_CONTEXT),
         "ledger_pinned_gib": gib(book.nbytes("step", "pinned")), "allocator_gib": gib(use.device_reserved),
         "allocated_gib": gib(use.device_allocated), "pinned_gib": gib(use.pinned),

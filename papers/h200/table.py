@@ -371,7 +371,7 @@ def json_line(made: Sequence[Entry | Failure], versus: Sequence[dict[str, Any]] 
 def _qwen(name: str) -> ModelSpec:
     from papers.h200.checks import QWEN25, qwen  # here, since this alone needs PyTorch
 
-    if name not in QWEN25:
+    if name.partition("-")[0] not in QWEN25:
         raise ValueError(f"model: must be one of {', '.join(QWEN25)}, got {short(name)}")
     return qwen(name, "cuda")
 

@@ -126,7 +126,8 @@ def test_the_first_engine_of_a_process_runs_with_and_without_tracing(tracing: bo
     code = (
         "from tests.engine.small import *; from megatrain.engine.engine import Engine; from megatrain.plan import Plan\n"
         "model, recipe = small_model(), small_recipe(precision='bf16')\n"
-        f"with Engine(model, recipe, Plan(chunk_bytes=4096), random_weights(model), device='cuda', tracing={tracing}) as engine:\n"
+        "weights, plan = random_weights(model), Plan(chunk_bytes=4096)\n"
+        f"with Engine(model, recipe, plan, weights, device='cuda', tracing={tracing}) as engine:\n"
         "    print([engine.step(batch).loss for batch in random_batches(model, recipe, 2)])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
