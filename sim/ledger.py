@@ -8,7 +8,7 @@ device memory lies in the host's.
 Storages are counted exactly, by the sizes lowering gives them and the alignment the engine gives them. A step adds the maximum
 over time of what lives in it and not the sum: kept activations that exist while an op runs, plus that op's workspace
 (`sim.workspaces`). Only the compute lane touches either, so its order decides, and no simulation is needed. Loading and saving
-stream: their host peak is what exists anyway and one block. The rest are constants below, each with its reason.
+stream: their host peak is what exists anyway and one tensor. The rest are constants below, each with its reason.
 
 The planner and the command line decide with the same two functions, `ledger` and `fits`.
 
@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple, get_args
 from megatrain.hardware import HardwareProfile
 from megatrain.model import ModelSpec
 from megatrain.plan import Plan
-from megatrain.recipe import DTYPE_NBYTES, Recipe
+from megatrain.recipe import Recipe
 from megatrain.schedule import Op, Schedule, Storage, lower
 from megatrain.schedule.layout import Storages, input_nbytes, place_blocks
 from sim.memory import Moment, lane_moments, peak_on_lane
@@ -183,12 +183,13 @@ def _static(storages: Sequence[Storage], recipe: Recipe, *, on_host: bool) -> li
 
 def _around(model: ModelSpec, recipe: Recipe, *, on_host: bool) -> list[Item]:
     """What is there beside the storages and lives longer than an op."""
-    block = max(b.span for b in model.blocks) * (8 + max(4, DTYPE_NBYTES[recipe.precision]))
+    # Read: as a file has it, FP64 at most. Written: an FP32 master and, while its halves are joined, as much again.
+    tensor = 8 * max(p.numel for block in model.blocks for p in block.params)
     staged = STAGED_STEPS * recipe.micro_batches * input_nbytes(model, recipe)
     where: MemorySpace = "pageable" if on_host else "pinned"
     items = [
         Item("pageable", "process", HOST_PROCESS["host" if on_host else "gpu"], PHASES),
-        Item("pageable", "one block on its way", block, ("load", "save")),
+        Item("pageable", "one tensor on its way", tensor, ("load", "save")),
         Item(where, "staged inputs", staged, ("init", "step", "save")),
     ]
     if not on_host:
