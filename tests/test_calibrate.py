@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -323,6 +324,20 @@ def test_blocks_are_what_the_trace_of_a_reduced_model_says(
     for key, row in expected.items():
         assert rows[key]._replace(duration_ns=0) == row._replace(duration_ns=0)
     assert simulated_engine and all(len(m.layers) == blocks.LAYERS for m in simulated_engine)
+
+
+def test_a_gpu_measures_as_many_layers_as_it_holds_and_the_host_two() -> None:
+    model = llama()
+
+    def layers(memory_bytes: int, *, on_host: bool = False) -> int:
+        device: Any = SimpleNamespace(on_host=on_host, memory_bytes=memory_bytes, name="a device")
+        small, plan = blocks._reduced(device, model, RECIPE)
+        assert plan.placement_of("head", None) == "resident"
+        return small.n_layers
+
+    counts = [layers(nbytes) for nbytes in range(3 << 20, 1 << 24, 1 << 18)]
+    assert counts == sorted(counts) and set(counts) == set(blocks.MOST_LAYERS)
+    assert layers(1 << 40, on_host=True) == blocks.LAYERS
 
 
 def test_a_model_of_which_two_layers_do_not_fit_is_refused_with_the_bytes() -> None:

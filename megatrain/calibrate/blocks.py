@@ -1,10 +1,13 @@
 """Blocks in situ: how long each block's ops take where they will run, in the engine.
 
-A reduced model is trained for a few steps: blocks of the very shapes of the user's model, but only two decoder layers, random
-weights, random tokens, at most two micro-batches. All state is resident, so that nothing else runs beside compute; of the two
-layers one keeps its activations and one recomputes them. The engine's own trace says how long each op took, so what is timed is
+A reduced model is trained for a few steps: blocks of the very shapes of the user's model, but few decoder layers, random
+weights, random tokens, at most two micro-batches. All state is resident, so that nothing else runs beside compute; the first
+layer keeps its activations, the others recompute them. The engine's own trace says how long each op took, so what is timed is
 what will run: the same kernels on the same kind of memory, after the same ops, bookkeeping included. It stays so whatever the
 engine does inside.
+
+Two layers on the host; on a GPU as many of eight as fit: its clock falls with the power it draws, and layers, which are most of
+a real step, draw more than the head, which is half of a step of two layers (seen on an H200: 8% between one and the other).
 
 A forward's row is that of the layer that recomputes; one that keeps its activations may take a few percent longer. The first
 micro-batch's gradient is written and the others' are added to it, which takes longer; a row is the mean over the
@@ -40,7 +43,8 @@ from megatrain.recipe import Recipe
 from megatrain.schedule import Op, Schedule, lower
 from megatrain.trace import Trace
 
-LAYERS = 2
+LAYERS, MOST_LAYERS = 2, (8, 4, 2)
+"""Of the reduced model: on the host, and on a GPU the first of these that fits."""
 LEAST_STEPS, MOST_STEPS = 3, 40
 """Steps that count; a trace holds 64 parts."""
 WARM_UP_SHARE = 0.3
@@ -51,8 +55,9 @@ _Key = tuple[ComputeKind, BlockKind]
 
 
 class Blocks(NamedTuple):
-    """`steps` of the reduced model counted."""
+    """`steps` of the reduced model of `layers` layers counted."""
 
+    layers: int
     measured: tuple[MeasuredOp, ...]
     steps: int
     spread: Spread
@@ -67,9 +72,8 @@ class Overheads(NamedTuple):
 
 def measure_blocks(device: Device, *, model: ModelSpec, recipe: Recipe, budget_s: float, seed: int) -> Blocks:
     """Rows for every kind of op on every kind of block. ValueError if even the reduced model does not fit the device."""
-    small = reduced(model)
     short = replace(recipe, micro_batches=min(2, recipe.micro_batches))
-    plan = _plan(device, small, short)
+    small, plan = _reduced(device, model, short)
     schedule, trace = _train(device, small, short, plan, budget_s=0.85 * budget_s, seed=seed)
     first, later = _durations(schedule, trace)
     rows, spreads = [], []
@@ -83,7 +87,7 @@ def measure_blocks(device: Device, *, model: ModelSpec, recipe: Recipe, budget_s
     evaluated = _loss_forward(device, model, recipe, budget_s=0.15 * budget_s, seed=seed)
     rows.append(_row("loss_forward", "head", model, recipe, figure(evaluated, shared=device.on_host)))
     spreads.append(spread(evaluated, shared=device.on_host))
-    return Blocks(tuple(rows), sum(part != "epilogue" for part in trace.parts), overall(spreads))
+    return Blocks(small.n_layers, tuple(rows), sum(part != "epilogue" for part in trace.parts), overall(spreads))
 
 
 def measure_overheads(device: Device, *, threads: int, budget_s: float, seed: int) -> Overheads:
@@ -104,28 +108,31 @@ _TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def reduced(model: ModelSpec) -> ModelSpec:
-    """`model` with `LAYERS` decoder layers."""
-    config = json.loads(model.config_json) | {"num_hidden_layers": LAYERS}
+def reduced(model: ModelSpec, layers: int = LAYERS) -> ModelSpec:
+    """`model` with so many decoder layers."""
+    config = json.loads(model.config_json) | {"num_hidden_layers": layers}
     if config.get("max_window_layers"):
-        config["max_window_layers"] = LAYERS
-    return ModelSpec.from_config(config, name=f"{model.name}, {LAYERS} layers")
+        config["max_window_layers"] = layers
+    return ModelSpec.from_config(config, name=f"{model.name}, {layers} layers")
 
 
-def _plan(device: Device, model: ModelSpec, recipe: Recipe) -> Plan:
-    """All resident where that fits; if not, embedding and head pass through slots."""
-    layers = {f"0-{LAYERS - 1}": "resident"}
-    activations = {"default": "recompute", "0": "keep"}
-    for placement in ({"default": "resident"}, {"default": "streamed", **layers}, {"default": "streamed"}):
+def _reduced(device: Device, model: ModelSpec, recipe: Recipe) -> tuple[ModelSpec, Plan]:
+    """The reduced model, and all of it resident where that fits; if not even two layers do so, embedding and head pass through
+    slots, and then the layers too."""
+    counts = (LAYERS,) if device.on_host else MOST_LAYERS
+    ways: list[tuple[int, dict[str, str]]] = [(layers, {"default": "resident"}) for layers in counts]
+    ways += [(LAYERS, {"default": "streamed", f"0-{LAYERS - 1}": "resident"}), (LAYERS, {"default": "streamed"})]
+    for layers, placement in ways:
+        small, activations = reduced(model, layers), {"default": "recompute", "0": "keep"}
         plan = Plan(placement=placement, activations=activations, update="after", chunk_bytes=0)  # type: ignore[arg-type]
-        need = sum(s.nbytes for s in lower(model, recipe, plan).storages if s.space == "device" or device.on_host)
+        need = sum(s.nbytes for s in lower(small, recipe, plan).storages if s.space == "device" or device.on_host)
         # A tile's logits, in a few copies, and what a layer saves come on top.
         need += 16 * recipe.loss_tile * model.vocab_size
         need += 2 * recipe.tokens_per_micro_batch * model.saved_bytes_per_token(4)
         if need <= device.memory_bytes:
-            return plan
+            return small, plan
     raise ValueError(
-        f"calibrate: model {model.name!r} needs {need:,} bytes of device memory for one step, {device.name} has"
+        f"calibrate: model {small.name!r} needs {need:,} bytes of device memory for one step, {device.name} has"
         f" {device.memory_bytes:,}; a smaller recipe.micro_batch_size may fit"
     )
 
@@ -222,7 +229,8 @@ class _RandomWeights(Mapping[str, Tensor]):
 
     def __init__(self, model: ModelSpec, seed: int) -> None:
         self._shapes = {p.name: p.shape for block in model.blocks for p in block.params}
-        self._block = torch.randn(1 << 20, generator=torch.Generator().manual_seed(seed)) * 0.02
+        block = torch.randn(1 << 20, generator=torch.Generator().manual_seed(seed)) * 0.02
+        self._block = block.bfloat16()  # which an engine in BF16 takes as it is
 
     def __getitem__(self, name: str) -> Tensor:
         shape = torch.Size(self._shapes[name])

@@ -4,7 +4,7 @@
 
 What follows from the machine alone (links, the CPU optimizer by threads, what they get of each other, rates of products and of
 memory) is measured directly. What follows from the machine and the model (how long a block's ops take) is measured in the engine,
-on a model of the same blocks with two layers and random weights; the user's model is never trained. Without a model there are
+on a model of the same blocks with few layers and random weights; the user's model is never trained. Without a model there are
 rates only, and a prediction says of each block that it was not measured.
 
 Every figure is of many samples over its share of the budget (`samples`). The provenance says when, on what and with which
@@ -172,7 +172,8 @@ def _what_blocks(model: ModelSpec | None, recipe: Recipe, blocks: Blocks | None)
     how = "compiled" if recipe.compiled else "eager"
     return (
         f"blocks of {model.name!r} ({json.loads(model.config_json)['model_type']}, hidden {model.hidden_size}) in the engine over"
-        f" {blocks.steps} steps of two layers: {recipe.precision}, {how}, {recipe.attention} attention, {tokens} a micro-batch"
+        f" {blocks.steps} steps of {blocks.layers} layers: {recipe.precision}, {how}, {recipe.attention} attention,"
+        f" {tokens} a micro-batch"
     )
 
 
