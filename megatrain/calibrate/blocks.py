@@ -7,7 +7,7 @@ what will run: the same kernels on the same kind of memory, after the same ops, 
 engine does inside.
 
 Two layers on the host; on a GPU as many of eight as fit: its clock falls with the power it draws, and layers, which are most of
-a real step, draw more than the head, which is half of a step of two layers (seen on an H200: 8% between one and the other).
+a real step, draw more than the head, which is half of a step of two layers.
 
 A forward's row is that of the layer that recomputes; one that keeps its activations may take a few percent longer. The first
 micro-batch's gradient is written and the others' are added to it, which takes longer; a row is the mean over the

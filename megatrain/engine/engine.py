@@ -186,7 +186,7 @@ def _meanwhile(work: Callable[[], None]) -> Iterator[Callable[[], float]]:
     something itself. Gives a function that says how long it took.
 
     The interpreter's turns are short meanwhile: a thread that computes in Python keeps its turn to the end, and one that calls
-    many short operations would wait for its own after each (an eighth of the speed, at the usual 5 ms)."""
+    many short operations would wait for its own after each, 5 ms as a rule."""
     took, errors = 0.0, []
 
     def timed() -> None:

@@ -92,8 +92,8 @@ LARGE_PAGE_NBYTES = 2 << 20
 
 
 def _ask_for_large_pages(untouched: Tensor) -> None:
-    """Ask the system to back memory by pages of 2 MiB: there are 512 times fewer to fault in and to register with a driver, which
-    takes two thirds and half of the time (7.5 GB and 3.7 GB on a Xeon). Where it cannot, nothing happens."""
+    """Ask the system to back memory by pages of 2 MiB: there are 512 times fewer to fault in and to register with a driver. Where
+    it cannot, nothing happens."""
     advice: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
     start = _round_up(untouched.data_ptr(), LARGE_PAGE_NBYTES)
     nbytes = (untouched.data_ptr() + untouched.numel() - start) // LARGE_PAGE_NBYTES * LARGE_PAGE_NBYTES

@@ -157,8 +157,8 @@ void store(const Plain& p, int64_t i, Wide a, Wide b) { a.store(p.w + i), b.stor
 constexpr int64_t BLOCK = 64;
 constexpr int64_t AHEAD = 320;  // elements
 
-// A thread reads five streams and writes four, which is more than the processor itself fetches ahead in time. Asked for explicitly,
-// 5 to 10% more of DRAM's bandwidth is reached alone and 15 to 20% beside a link's copies (14 threads of a Xeon).
+// A thread reads five streams and writes four, which is more than the processor itself fetches ahead in time, and least of all
+// while copies of a link make DRAM slow to answer: so it is asked for explicitly.
 template <class Number>
 INLINE void fetch_ahead(const Number* here) {
 #pragma GCC unroll 8
