@@ -114,6 +114,14 @@ class CudaBackend:
     def run(self, op: Op, step: Any) -> Ran:
         return self.kernels.run(op, step)
 
+    def joins(self, op: Op) -> bool:
+        return self.kernels.joins(op)
+
+    def run_series(self, ops: Sequence[Op], step: Any, count: int) -> list[tuple[int, Ran, int]]:
+        called = self.clock.now_ns()
+        ran = self.kernels.run_series(ops, self.lanes.ended_address, count)
+        return [(called + start, what, called + end) for start, what, end in ran]
+
 
 class CudaLanes:
     """Streams that a thread enqueues on, and the cpu lane on its own."""
@@ -129,6 +137,8 @@ class CudaLanes:
         self._handles = {lane: stream.cuda_stream for lane, stream in self.streams.items()}
         self._idle = torch.cuda.Stream(priority=-1)
         self._ended = Flag()
+        self.ended_address = self._ended.address
+        """Where the count of ended ops of the cpu lane lies."""
         self._free: dict[bool, list[torch.cuda.Event]] = {True: [], False: []}
 
     def enter(self, lanes: tuple[Lane, ...]) -> None:

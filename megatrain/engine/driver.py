@@ -39,12 +39,12 @@ class Flag:
     def __init__(self) -> None:
         self._word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._value = self._word.numpy().view(np.uint32)
-        self._address = self._word.data_ptr()
+        self.address = self._word.data_ptr()
         self._count, self._abandoned = 0, False
 
     def follow(self, stream: int, count: int) -> bool:
         """Make `stream` wait until the count is at least `count`; False where streams cannot wait for memory."""
-        return int(_driver().cuStreamWaitValue32_v2(stream, self._address, count & 0xFFFFFFFF, _GREATER_OR_EQUAL)) == 0
+        return int(_driver().cuStreamWaitValue32_v2(stream, self.address, count & 0xFFFFFFFF, _GREATER_OR_EQUAL)) == 0
 
     def set(self, count: int) -> None:
         self._count = count

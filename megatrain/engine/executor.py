@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatrain.engine.backend import Backend, Ran, Timeline
@@ -26,6 +26,8 @@ from megatrain.trace import Event, Trace
 TRACED_PARTS = 64
 """A trace keeps this many parts, so that memory stays flat however long the run."""
 
+LONGEST_SERIES = 16
+"""Ops that are run at once: while they run, their thread neither fails nor tells others that they have ended."""
 
 _AT_REST_S = 0.5
 
@@ -252,9 +254,13 @@ class Executor:
             self.backend.lanes.enter(lanes)
             while True:
                 run = self._mail[lanes].take()
-                for i in run.order_of(lanes):
+                for series in self._series(run, run.order_of(lanes)):
+                    i = series[0]
                     current = f"{run.part.name} {run.outline.texts[i]} on {run.part.ops[i].lane}"
-                    self._run_op(run, i)
+                    if len(series) == 1:
+                        self._run_op(run, i)
+                    else:
+                        self._run_series(run, series)
         except Cancelled as cancelled:
             # A lane's own failure is noted before it cancels the clock, so this is the clock's: a deadlock, a dead thread.
             if not self._closed:
@@ -264,26 +270,61 @@ class Executor:
         finally:
             self.clock.leave(thread)
 
+    def _series(self, run: PartRun, order: Sequence[int]) -> Iterator[list[int]]:
+        """The same order, in pieces that the backend runs at once: an op, with those after it that it joins and that wait for
+        nothing."""
+        piece: list[int] = []
+        for i in order:
+            op = run.part.ops[i]
+            joins = self.backend.joins(op)
+            if piece and (not joins or op.deps or op.prev or len(piece) == LONGEST_SERIES):
+                yield piece
+                piece = []
+            piece.append(i)
+            if not joins:
+                yield piece
+                piece = []
+        if piece:
+            yield piece
+
     def _run_op(self, run: PartRun, i: int) -> None:
-        op, clock, lanes = run.part.ops[i], self.clock, self.backend.lanes
-        who, lane = run.outline.texts[i], op.lane
-        issued = clock.now_ns()
-        deps = run.deps_of(i)
+        op, lanes = run.part.ops[i], self.backend.lanes
+        issued = self.clock.now_ns()
+        waited = self._follow(run, i)
+        start = lanes.mark(op.lane, timed=True) if run.recorded else None
+        ran: Ran = self.backend.run(op, run.step)
+        end = lanes.mark(op.lane, timed=run.recorded)
+        lanes.ended(op.lane, run.issued[i].count)
+        self._issued(run, i, (issued, start, end), waited, ran)
+
+    def _run_series(self, run: PartRun, series: Sequence[int]) -> None:
+        ops, counts = [run.part.ops[i] for i in series], [run.issued[i].count for i in series]
+        issued: Any = self.clock.now_ns()
+        waited = self._follow(run, series[0])
+        done = self.backend.run_series(ops, run.step, counts[0])
+        self.backend.lanes.ended(ops[0].lane, counts[-1])
+        for i, (start, ran, end) in zip(series, done, strict=True):
+            self._issued(run, i, (issued, start, end), waited, ran)
+            issued, waited = end, []
+
+    def _follow(self, run: PartRun, i: int) -> list[str]:
+        """Make the op's lane wait for what the op waits for; the names of that."""
+        lane, lanes, deps = run.part.ops[i].lane, self.backend.lanes, run.deps_of(i)
         for _, issue in deps:
             if not issue.happened:
                 if lanes.follow_count(lane, issue.lane, issue.count):
                     continue
-                clock.wait(issue, who)
+                self.clock.wait(issue, run.outline.texts[i])
             lanes.follow(lane, issue.mark)
-        start = lanes.mark(lane, timed=True) if run.recorded else None
-        ran: Ran = self.backend.run(op, run.step)
-        mine = run.issued[i]
-        end = mine.mark = self._reached[lane] = lanes.mark(lane, timed=run.recorded)
-        lanes.ended(lane, mine.count)
+        return [name for name, _ in deps]
+
+    def _issued(self, run: PartRun, i: int, marks: tuple[int, Any, Any], waited: list[str], ran: Ran) -> None:
+        op, mine = run.part.ops[i], run.issued[i]
+        mine.mark = self._reached[op.lane] = marks[2]
         if run.recorded:
-            run.marks[i] = (issued, start, end)
-            run.lines[lane].append(self._line(op, [name for name, _ in deps], ran))
-        clock.signal(mine)
+            run.marks[i] = marks
+            run.lines[op.lane].append(self._line(op, waited, ran))
+        self.clock.signal(mine)
 
     def _line(self, op: Op, waited: list[str], ran: Ran) -> str:
         """The op as the digest sees it. What it does is the same in most steps, so the last line is kept with what it says."""

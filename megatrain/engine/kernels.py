@@ -25,7 +25,7 @@ from megatrain.layers.saved import Saved
 from megatrain.layers.template import LayerTemplate, layer_templates
 from megatrain.model import BlockSpec, ParamSpec
 from megatrain.optim.constants import clip_factor, step_constants
-from megatrain.optim.kernel import Run, prepare_adamw
+from megatrain.optim.kernel import PreparedUpdate, Run, UpdateSeries, prepare_adamw
 from megatrain.optim.norm import finish_norm, first_nonfinite, n_tiles
 from megatrain.schedule.layout import input_fields
 from megatrain.schedule.nouns import Access, Lane, Op, Schedule
@@ -66,6 +66,16 @@ class Operands(NamedTuple):
 
 Kernel = Callable[[StepContext], None]
 """A prepared op: does its work for one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuUpdate:
+    """The kernel of an update on the cpu lane."""
+
+    update: PreparedUpdate
+
+    def __call__(self, step: StepContext) -> None:
+        self.update()
 
 
 class Prepared(NamedTuple):
@@ -114,6 +124,7 @@ class Kernels:
     head: HeadTemplate = field(init=False)
     _prepared: dict[int, Prepared] = field(default_factory=dict)
     _alike: dict[tuple[object, ...], Prepared] = field(default_factory=dict)
+    _series: dict[tuple[int, ...], tuple[UpdateSeries, tuple[Prepared, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         model, recipe = self.schedule.model, self.schedule.recipe
@@ -122,14 +133,30 @@ class Kernels:
 
     def run(self, op: Op, step: Any) -> Ran:
         """Run `op` and say what it bound."""
-        prepared = self._prepared.get(id(op))
-        if prepared is None or prepared.op is not op:
-            prepared = self._prepared[id(op)] = self._prepare(op)
+        prepared = self._prepared_of(op)
         ran = prepared.ran
         if prepared.dynamic:  # before it runs: a handle is gone when its reader has ended
             ran = Ran(self._handles(op, ran.reads), ran.writes, ran.nbytes)
         prepared.kernel(step)
         return ran
+
+    def joins(self, op: Op) -> bool:
+        """Whether `run_series` takes it."""
+        if op.kind != "update" or op.lane != "cpu":
+            return False
+        kernel = self._prepared_of(op).kernel
+        return isinstance(kernel, CpuUpdate) and kernel.update.native is not None
+
+    def run_series(self, ops: Sequence[Op], ended: int | None, first: int) -> list[tuple[int, Ran, int]]:
+        """Run ops that `joins` takes in one call, which counts at address `ended` as `UpdateSeries` does. Each one's start in ns
+        since the call, what it bound, and its end."""
+        key = tuple(map(id, ops))
+        series, prepared = self._series.get(key, (None, ()))
+        if series is None or any(known.op is not op for known, op in zip(prepared, ops, strict=True)):
+            prepared = tuple(map(self._prepared_of, ops))
+            series = UpdateSeries([p.kernel.update for p in prepared if isinstance(p.kernel, CpuUpdate)])
+            self._series[key] = series, prepared
+        return [(start, known.ran, end) for known, (start, end) in zip(prepared, series(ended, first), strict=True)]
 
     def rehearse(self) -> None:
         """Compile what a step will run, before there is a state: forward and backward of a layer of each structure, and the loss,
@@ -152,7 +179,14 @@ class Kernels:
         """Let go of all that was prepared, and of what refers to it in turn. Nothing runs after this."""
         self._prepared.clear()
         self._alike.clear()
+        self._series.clear()
         self.saved.clear()
+
+    def _prepared_of(self, op: Op) -> Prepared:
+        prepared = self._prepared.get(id(op))
+        if prepared is None or prepared.op is not op:
+            prepared = self._prepared[id(op)] = self._prepare(op)
+        return prepared
 
     def _prepare(self, op: Op) -> Prepared:
         # Two parts have ops that touch the same bytes in the same way, where only their order may differ: they share a kernel.
@@ -410,9 +444,8 @@ def _update(b: Kernels, x: Operands) -> Kernel:
         if p.offset < end and p.end > first
     ]
     if x.op.lane == "cpu":
-        update = prepare_adamw(master, m, v, grad, constants, runs, threads=b.schedule.plan.adam_threads)
-    else:
-        update = b.device.prepare_adamw(master, m, v, grad, constants, runs)
+        return CpuUpdate(prepare_adamw(master, m, v, grad, constants, runs, threads=b.schedule.plan.adam_threads))
+    update = b.device.prepare_adamw(master, m, v, grad, constants, runs)
     return lambda step: update()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatrain.engine.backend import HostLanes, Ran
@@ -21,6 +21,12 @@ class NullBackend:
         self.lanes = HostLanes(self.clock)
         self._storages = schedule.storages
         self._duration_ns = duration_ns
+
+    def joins(self, op: Op) -> bool:
+        return False
+
+    def run_series(self, ops: Sequence[Op], step: Any, count: int) -> Sequence[tuple[Any, Ran, Any]]:
+        return [(self.clock.now_ns(), self.run(op, step), self.clock.now_ns()) for op in ops]
 
     def run(self, op: Op, step: Any) -> Ran:
         self.clock.sleep(self._duration_ns(op), op.name)

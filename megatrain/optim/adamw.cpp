@@ -224,38 +224,62 @@ struct DefaultFloats {
 struct Run { int64_t first, end, decayed; };  // elements [first, end) of the planes, and whether they decay
 constexpr int64_t GRAIN = 1 << 15;            // elements that one thread takes at a time
 
+struct Update {
+    void *hi, *lo;  // lo is null where the master is one plane
+    float *m, *v;
+    const void* grad;
+    const float* constants;
+    const Run* runs;
+    int64_t count;
+
+    operator Split() const { return {static_cast<uint16_t*>(hi), static_cast<int16_t*>(lo)}; }
+    operator Plain() const { return {static_cast<float*>(hi)}; }
+};
+
 template <class Master, class Gradient>
-void update(Master master, float* m, float* v, const Gradient* g, const float* constants, const Run* runs, int64_t count,
-            int threads) {
-    if (constants[SKIP] != 0.0f) return;
+void run(const Update& u, int threads) {
+    if (u.constants[SKIP] != 0.0f) return;
     const DefaultFloats here;
-    const Constants by_decay[2] = {Constants(constants, false), Constants(constants, true)};
+    const Constants by_decay[2] = {Constants(u.constants, false), Constants(u.constants, true)};
     const bool scaled = by_decay[0].scaled();
+    const Master master = u;
+    const auto* grad = static_cast<const Gradient*>(u.grad);
     std::vector<Run> grains;
-    for (const Run* run = runs; run < runs + count; ++run)
+    for (const Run* run = u.runs; run < u.runs + u.count; ++run)
         for (int64_t at = run->first; at < run->end; at += GRAIN)
             grains.push_back({at, std::min(at + GRAIN, run->end), run->decayed});
     Team::get().run(threads, int64_t(grains.size()), [&](int64_t number) {
         const DefaultFloats there;
         const Run& grain = grains[number];
         const Constants& c = by_decay[grain.decayed];
-        if (scaled) range<true>(master, m, v, g, c, grain.first, grain.end);
-        else range<false>(master, m, v, g, c, grain.first, grain.end);
+        if (scaled) range<true>(master, u.m, u.v, grad, c, grain.first, grain.end);
+        else range<false>(master, u.m, u.v, grad, c, grain.first, grain.end);
     });
+}
+
+// One update after the other. When update k has ended `ended` becomes first + k; spans get each one's start and end, in ns since
+// the call. Both may be null.
+template <class Master, class Gradient>
+void series(const Update* updates, int64_t count, int threads, uint32_t* ended, uint32_t first, int64_t* spans) {
+    using namespace std::chrono;
+    const auto called = steady_clock::now();
+    const auto now = [&] { return int64_t(duration_cast<nanoseconds>(steady_clock::now() - called).count()); };
+    for (int64_t k = 0; k < count; ++k) {
+        if (spans) spans[2 * k] = now();
+        run<Master, Gradient>(updates[k], threads);
+        if (spans) spans[2 * k + 1] = now();
+        if (ended) __atomic_store_n(ended, first + uint32_t(k), __ATOMIC_RELEASE);
+    }
 }
 
 }  // namespace
 
-#define ENTRY(NAME, MASTER, GRADIENT)                                                                              \
-    extern "C" void NAME(void* a, void* b, float* m, float* v, const GRADIENT* g, const float* constants,            \
-                         const int64_t* runs, int64_t count, int threads) {                                         \
-        (void)b;                                                                                                   \
-        update(MASTER, m, v, g, constants, reinterpret_cast<const Run*>(runs), count, threads);                    \
+#define ENTRY(NAME, MASTER, GRADIENT)                                                                                      \
+    extern "C" void NAME(const void* updates, int64_t count, int threads, uint32_t* ended, uint32_t first, int64_t* spans) { \
+        series<MASTER, GRADIENT>(static_cast<const Update*>(updates), count, threads, ended, first, spans);                  \
     }
-#define SPLIT (Split{static_cast<uint16_t*>(a), static_cast<int16_t*>(b)})
-#define PLAIN (Plain{static_cast<float*>(a)})
-ENTRY(adamw_split_bf16, SPLIT, uint16_t)
-ENTRY(adamw_split_fp32, SPLIT, float)
-ENTRY(adamw_plain_bf16, PLAIN, uint16_t)
-ENTRY(adamw_plain_fp32, PLAIN, float)
+ENTRY(adamw_split_bf16, Split, uint16_t)
+ENTRY(adamw_split_fp32, Split, float)
+ENTRY(adamw_plain_bf16, Plain, uint16_t)
+ENTRY(adamw_plain_fp32, Plain, float)
 extern "C" void adamw_bind(const int* cores, int count) { Team::get().bind(cores, count); }

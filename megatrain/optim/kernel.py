@@ -61,7 +61,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -146,7 +146,7 @@ def prepare_adamw(
     *,
     threads: int,
     implementation: Implementation = "auto",
-) -> Callable[[], None]:
+) -> PreparedUpdate:
     """`adamw_update` on some `runs` of the elements and no others, to be called any number of times: everything is checked
     here, so a call costs little beside its work. `constants` are read at each call. The tensors are kept alive.
 
@@ -167,18 +167,68 @@ def prepare_adamw(
                 planes = tuple(plane[cut] for plane in master)
                 _update_in_torch(planes, m[cut], v[cut], grad[cut], constants, run.decayed)
 
-        return in_torch
+        return PreparedUpdate(in_torch, None)
     form = "split" if len(master) == 2 else "plain"
     entry = getattr(library, f"adamw_{form}_{_GRADIENT_NAMES[grad.dtype]}")
     lo = master[1].data_ptr() if len(master) == 2 else None
-    pointers = (master[0].data_ptr(), lo, m.data_ptr(), v.data_ptr(), grad.data_ptr(), constants.data_ptr())
     table = (ctypes.c_int64 * (3 * len(runs)))(*(value for run in runs for value in run))
-    keep = (master, m, v, grad, constants)
+    record = _Record(
+        master[0].data_ptr(), lo, m.data_ptr(), v.data_ptr(), grad.data_ptr(), constants.data_ptr(), ctypes.addressof(table),
+        len(runs),
+    )  # fmt: skip
+    native = _Native(entry, record, threads, (master, m, v, grad, constants, table))
+    return PreparedUpdate(lambda: entry(ctypes.byref(record), 1, threads, None, 0, None), native)
 
-    def native(_keep: object = keep) -> None:
-        entry(*pointers, table, len(runs), threads)
 
-    return native
+class _Record(ctypes.Structure):
+    """`Update` of the C++ kernel."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("hi", "lo", "m", "v", "grad", "constants", "runs")), ("count", ctypes.c_int64),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Native:
+    entry: Any
+    record: _Record
+    threads: int
+    keep: object  # what the record's addresses are of
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedUpdate:
+    """An update with its operands. `native` is None where PyTorch computes it."""
+
+    call: Callable[[], None]
+    native: _Native | None
+
+    def __call__(self) -> None:
+        self.call()
+
+
+class UpdateSeries:
+    """Prepared updates as one call of the C++ kernel, one after the other. When an update has ended, all caches hold its operands
+    and nothing else, so that the interpreter would take several times its usual time to start the next.
+
+    Raises ValueError if one of them is not native, or is of another form or number of threads than the first.
+    """
+
+    def __init__(self, updates: Sequence[PreparedUpdate]) -> None:
+        natives = [update.native for update in updates if update.native is not None]
+        alike = all(n.entry is natives[0].entry and n.threads == natives[0].threads for n in natives)
+        if not natives or len(natives) < len(updates) or not alike:
+            raise ValueError("a series needs native updates of one form")
+        self._natives = natives  # they keep the operands
+        self._records = (_Record * len(natives))(*(native.record for native in natives))
+        self._spans = (ctypes.c_int64 * (2 * len(natives)))()
+
+    def __call__(self, ended: int | None = None, first: int = 0) -> list[tuple[int, int]]:
+        """Start and end of each update, in ns since the call. When number k has ended, the uint32 at address `ended` becomes
+        first + k (modulo 2^32)."""
+        native, spans = self._natives[0], self._spans
+        native.entry(self._records, len(self._records), native.threads, ended, first & 0xFFFFFFFF, spans)
+        return [(spans[i], spans[i + 1]) for i in range(0, len(spans), 2)]
 
 
 def bind_threads(cores: Sequence[int]) -> None:
@@ -240,7 +290,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     pointer, n, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     for name in ("adamw_split_bf16", "adamw_split_fp32", "adamw_plain_bf16", "adamw_plain_fp32"):
         entry = getattr(library, name)
-        entry.argtypes = [pointer] * 6 + [ctypes.POINTER(n), n, integer]
+        entry.argtypes = [pointer, n, integer, pointer, ctypes.c_uint32, pointer]
         entry.restype = None
     library.adamw_bind.argtypes = [ctypes.POINTER(integer), integer]
     library.adamw_bind.restype = None

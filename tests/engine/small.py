@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -144,11 +144,28 @@ class Disturbed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
+    def joins(self, op: Op) -> bool:
+        return False  # each is to be disturbed
+
     def run(self, op: Op, step: Any) -> Ran:
         self.before(op)
         ran: Ran = self.inner.run(op, step)
         self.after(op)
         return ran
+
+
+@dataclass(kw_only=True)
+class Joining(Disturbed):
+    """One that runs what can be run together as a series, as a backend does whose streams wait for counts."""
+
+    series: list[list[Op]] = field(default_factory=list)
+
+    def joins(self, op: Op) -> bool:
+        return self.inner.kernels.joins(op)  # type: ignore[no-any-return]
+
+    def run_series(self, ops: Sequence[Op], step: Any, count: int) -> Sequence[tuple[Any, Ran, Any]]:
+        self.series.append(list(ops))
+        return self.inner.run_series(ops, step, count)  # type: ignore[no-any-return]
 
 
 def delayed(seed: int, lane: Lane | None = None, longest_ns: int = 2_000_000) -> Callable[[Any], Backend]:

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from megatrain.engine.backend import Backend
 from megatrain.engine.cpu import CpuBackend
 from megatrain.engine.engine import Engine
-from megatrain.engine.executor import Issue, PartRun
+from megatrain.engine.executor import LONGEST_SERIES, Issue, PartRun
 from megatrain.plan import Plan, UpdatePolicy
 from megatrain.recipe import Precision, Recipe
 from tests.engine.small import (
     Disturbed,
+    Joining,
     Outcome,
     assert_same_bits,
     delayed,
@@ -169,6 +170,27 @@ def test_one_very_late_copy(late: str, waits: bool, monkeypatch: pytest.MonkeyPa
             engine.step(batch)
         ours = engine.state_dict()
     assert any(not torch.equal(ours[name], expected.weights[name]) for name in ours)
+
+
+@pytest.mark.parametrize("update", ["during_backward", "after", "next_forward"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_updates_that_wait_for_nothing_may_run_in_one_call(precision: Precision, update: UpdatePolicy) -> None:
+    """The same bits and digests (`train` holds them against the schedule), and no wait is left out."""
+    clipping = update != "during_backward"
+    model, recipe = small_model(), recipe_of(precision, clipping)
+    backends: list[Joining] = []
+
+    def joining(inner: CpuBackend) -> Backend:
+        backends.append(Joining(inner=inner))
+        return backends[-1]
+
+    plan = Plan(weight_slots=2, chunk_bytes=256, update=update)
+    assert_same_bits(train(model, recipe, plan, wrap=joining), reference(precision, False, clipping))
+    (backend,) = backends
+    lengths = [len(series) for series in backend.series]
+    assert all(1 < length <= LONGEST_SERIES for length in lengths)
+    assert all(op.kind == "update" and not (op.deps or op.prev) for series in backend.series for op in series[1:])
+    assert (max(lengths, default=0) == LONGEST_SERIES) == clipping  # during backward each waits for its gradient
 
 
 def test_a_resident_run_is_reproducible_and_recipes_do_differ() -> None:

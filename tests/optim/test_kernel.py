@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatrain.optim import constants, kernel
 from megatrain.optim.constants import LAYOUT, clip_factor, step_constants
-from megatrain.optim.kernel import Implementation, adamw_update
+from megatrain.optim.kernel import Implementation, PreparedUpdate, Run, UpdateSeries, adamw_update, prepare_adamw
 from megatrain.optim.master import join, split
 from megatrain.recipe import AdamW
 
@@ -107,6 +107,46 @@ def _assert_same_bits(parts: list[Tensor], others: list[Tensor]) -> None:
             number = ~mine.isnan()
         assert torch.equal(number, ~theirs.isnan() if mine.is_floating_point() else number)
         assert torch.equal(_bits(mine)[number], _bits(theirs)[number])
+
+
+def _prepared(parts: list[Tensor], block: Tensor, implementation: Implementation = "native", threads: int = 2) -> PreparedUpdate:
+    *master, m, v, grad = parts
+    runs = [Run(3, m.numel() // 2, True), Run(m.numel() // 2 + 1, m.numel(), False)]
+    return prepare_adamw(tuple(master), m, v, grad, block, runs, threads=threads, implementation=implementation)
+
+
+@needs_compiler
+@pytest.mark.parametrize("grad_dtype", GRADIENTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_series_is_its_updates_one_after_the_other(form: str, grad_dtype: torch.dtype) -> None:
+    """The same bits, also where an update is skipped; one in it twice sees what it did itself."""
+    sizes, skipped = (100_000, 77, 1 << 17, 5_000), 3
+    blocks = [_block(7, factor=0.37, skip=k == skipped) for k in range(len(sizes))]
+    together, apart = ([_planes(_training_like(n), form, grad_dtype) for n in sizes] for _ in range(2))
+    updates = [_prepared(parts, block) for parts, block in zip(together, blocks, strict=True)]
+    ended = torch.zeros(3, dtype=torch.int32)
+    first = (1 << 32) - 2  # counts are modulo 2^32
+    spans = UpdateSeries([*updates, updates[0]])(ended[1:].data_ptr(), first)
+    for parts, block in [*zip(apart, blocks, strict=True), (apart[0], blocks[0])]:
+        _prepared(parts, block)()
+    for ours, theirs in zip(together, apart, strict=True):
+        _assert_same_bits(ours, theirs)
+    assert ended.tolist() == [0, 2, 0]
+    times = [time for span in spans for time in span]
+    assert len(spans) == 5 and times == sorted(times) and times[0] >= 0 and times[-1] > times[0]
+
+
+@needs_compiler
+def test_a_series_takes_native_updates_of_one_form_and_number_of_threads() -> None:
+    def update(form: str, implementation: Implementation = "native", threads: int = 2) -> PreparedUpdate:
+        return _prepared(_planes(_training_like(100), form, torch.bfloat16), _block(), implementation, threads)
+
+    UpdateSeries([update("split"), update("split")])
+    for other in (update("plain"), update("split", "torch"), update("split", threads=1)):
+        with pytest.raises(ValueError, match="native updates of one form"):
+            UpdateSeries([update("split"), other])
+    with pytest.raises(ValueError, match="native updates of one form"):
+        UpdateSeries([])
 
 
 @needs_compiler
