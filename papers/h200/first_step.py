@@ -23,8 +23,9 @@ from typing import Any
 
 from megatrain.files import Job, load_job, save_job
 from megatrain.weights import open_weights, save_weights
-from papers.h200.checks import Device, RandomWeights, qwen
+from papers.h200.models import Device, qwen
 from papers.h200.rows import PLANS, ROWS, rehearsal
+from papers.h200.workload import RandomWeights
 
 LIMIT_S, READING_S = 120.0, 30.0
 """What is promised, and how much of it reading may take."""

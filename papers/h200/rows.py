@@ -41,8 +41,12 @@ from megatrain.model import ModelSpec
 from megatrain.optim.constants import step_constants
 from megatrain.optim.kernel import Run, prepare_adamw
 from megatrain.recipe import AdamW, Recipe
-from papers.h200.checks import CALIBRATED, Device, RandomWeights, batches, device_rates, qwen, record, save_stalls, segments
 from papers.h200.floor import Rates, floor_s
+from papers.h200.measurement import segments
+from papers.h200.microbenchmarks import device_rates
+from papers.h200.models import Device, qwen
+from papers.h200.records import CALIBRATED, record, save_stalls
+from papers.h200.workload import RandomWeights, batches
 from sim.ledger import CUDA_CONTEXT, ledger
 from sim.planner import explain, plan_for
 

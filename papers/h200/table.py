@@ -44,8 +44,9 @@ from megatrain.files.fields import build, short
 from megatrain.files.text import read_text
 from megatrain.model import ModelSpec
 from megatrain.schedule import lower
-from papers.h200.checks import CALIBRATED
 from papers.h200.floor import Floor, Rates, floor_s
+from papers.h200.models import QWEN25, qwen
+from papers.h200.records import CALIBRATED
 from sim.simulate import simulate
 
 HERE = Path(__file__).resolve().parent
@@ -369,8 +370,6 @@ def json_line(made: Sequence[Entry | Failure], versus: Sequence[dict[str, Any]] 
 
 
 def _qwen(name: str) -> ModelSpec:
-    from papers.h200.checks import QWEN25, qwen  # here, since this alone needs PyTorch
-
     if name.partition("-")[0] not in QWEN25:
         raise ValueError(f"model: must be one of {', '.join(QWEN25)}, got {short(name)}")
     return qwen(name, "cuda")
