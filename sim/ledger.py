@@ -171,7 +171,7 @@ def _static(storages: Sequence[Storage], recipe: Recipe, *, on_host: bool) -> li
     for s in storages:
         if s.dynamic:
             continue
-        label = next((label for prefix, label in _LABELS if s.name.startswith(prefix)), "partials, constants")
+        label = _label(s.name)
         space: MemorySpace = "device"
         nbytes = -(-s.nbytes // ALIGN) * ALIGN
         if s.space == "host":
@@ -179,6 +179,12 @@ def _static(storages: Sequence[Storage], recipe: Recipe, *, on_host: bool) -> li
             space, nbytes = "pinned" if pinned else "pageable", s.nbytes + ALIGN
         found[space, label] = found.get((space, label), 0) + nbytes
     return [Item(space, label, nbytes, PHASES) for (space, label), nbytes in found.items()]
+
+
+@lru_cache(maxsize=4096)
+def _label(storage: str) -> str:
+    """What a storage of this name holds."""
+    return next((label for prefix, label in _LABELS if storage.startswith(prefix)), "partials, constants")
 
 
 def _around(model: ModelSpec, recipe: Recipe, *, on_host: bool) -> list[Item]:

@@ -75,7 +75,8 @@ class Planned:
 
     `default_step_ns` is that of the default plan, or None, and then `default_lacks` says what memory it lacks. `busy` is each
     lane's busy share of a settled step, `stalls` the compute lane's waiting in it by cause (ns). `considered` choices are
-    `short` of memory, `bounded` (a lower bound says no better) or scored; `simulated` counts simulations.
+    `short` of memory, `bounded` (a lower bound says no better) or scored; `simulated` counts the scored ones, and the plans
+    simulated in full.
     """
 
     model: ModelSpec
@@ -207,7 +208,7 @@ def _marginals(search: Search, run: Runs, winner: Plan, choice: Choice) -> tuple
 
 def _replanned(search: Search, machine: HardwareProfile, choice: Choice, now_ns: int) -> int:
     """The step of the best plan found on a machine with more memory, `now_ns` if none is faster."""
-    again = Search(search.model, search.recipe, machine, search.bounds, search.progress)
+    again = Search(search.model, search.recipe, machine, search.bounds, search.progress, search.timed)
     coarse = choice if choice.passes else replace(choice, chunk_bytes=0)
     starts = [scored for c in again.fillings(coarse) if (scored := again.score(c, now_ns)) is not None]
     if not starts:
@@ -297,7 +298,7 @@ def _halves(value: int) -> list[int]:
 
 
 def _feasible(model: ModelSpec, recipe: Recipe, machine: HardwareProfile) -> bool:
-    return not Search(model, recipe, machine, None, None).smallest_lacks()
+    return Search(model, recipe, machine, None, None).any_fits()
 
 
 def _layer_nbytes(search: Search, space: str) -> int:

@@ -18,11 +18,10 @@ Not covered: this is a local search. Its result is no worse than any of its star
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import NamedTuple
 
-from megatrain.derive import step_time
 from megatrain.hardware import HardwareProfile
 from megatrain.model import ModelSpec
 from megatrain.plan import Placement, Plan
@@ -31,7 +30,7 @@ from megatrain.schedule import Schedule, lower
 from sim.bounds import StepBounds
 from sim.choice import Choice, Where, adam_thread_counts, policies, with_kept, with_resident
 from sim.ledger import Shortage, ledger, shortages
-from sim.simulate import simulate
+from sim.quick import quick_step_ns
 from sim.sweep import Progress
 
 QUICK_STEPS = 3
@@ -60,19 +59,27 @@ class Scored(NamedTuple):
     choice: Choice
 
 
+Timed = dict[tuple[object, ...], tuple[int, int]]
+"""(step in ns, ops in a step) by the values of a plan. A step's time does not depend on how much memory there is."""
+
+
 class Search:
     """One search. `considered` counts choices, of which `short` are short of memory, `bounded` no better by a lower bound; the
-    others, and some plans beside, are `simulated`. `short_of` are the memories that any of them was short of."""
+    others are `simulated`. `short_of` are the memories that any of them was short of. `timed` is what is known of steps on this
+    machine, or on one with other memories; it grows."""
 
     def __init__(
-        self, model: ModelSpec, recipe: Recipe, hardware: HardwareProfile, bounds: StepBounds | None, progress: Progress | None
-    ) -> None:
+        self, model: ModelSpec, recipe: Recipe, hardware: HardwareProfile, bounds: StepBounds | None, progress: Progress | None,
+        timed: Timed | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.recipe, self.hardware, self.bounds = model, recipe, hardware, bounds
         self.layers = model.n_layers
         self.threads = adam_thread_counts(hardware, recipe)
         self.considered = self.short = self.bounded = self.simulated = self.ops = 0
         self.short_of: set[str] = set()
         self.scored: dict[Choice, Scored] = {}
+        self.timed: Timed = {} if timed is None else timed
+        self._lowered: Schedule | None = None
         self._books: dict[Choice, tuple[tuple[Shortage, ...], tuple[int, int]]] = {}
         self.progress = progress or (lambda text, count: None)
 
@@ -110,6 +117,10 @@ class Search:
         for change, low, high in reversed(counts) if kept_first else counts:
             found = self._most(found, change, low, high)
         return found
+
+    def any_fits(self) -> bool:
+        """Whether any plan fits."""
+        return any(self.fit(smallest) is not None for smallest in self.smallest())
 
     def smallest_lacks(self) -> tuple[Shortage, ...]:
         """Nothing if any plan fits, else what the nearest one lacks: of plans with one slot each and nothing kept, the one that
@@ -160,16 +171,22 @@ class Search:
         if beat_ns is not None and self.bounds is not None and self.bounds.step_ns(plan) >= beat_ns:
             self.bounded += 1
             return None
-        step_ns, ops = self.simulate(plan, QUICK_STEPS)
+        step_ns, ops = self.simulate(plan)
+        self.simulated += 1
         found = self.scored[choice] = Scored(step_ns, size, choice)
         self.ops += ops
         return found
 
-    def simulate(self, plan: Plan, steps: int) -> tuple[int, int]:
-        """(step time in ns, ops in a step) of a plan."""
-        schedule: Schedule = lower(self.model, self.recipe, plan)
-        self.simulated += 1
-        return step_time(schedule, simulate(schedule, self.hardware, steps=steps)).mean_ns, len(schedule.body.ops)
+    def simulate(self, plan: Plan) -> tuple[int, int]:
+        """(step time in ns, ops in a step) of a plan, each plan once: several choices may be the same. Most of the time goes into
+        lowering; plans that follow each other and differ only in threads, which no op knows of, share a schedule."""
+        key = tuple(tuple(x.items()) if isinstance(x, Mapping) else x for x in (getattr(plan, f.name) for f in fields(plan)))
+        if key not in self.timed:
+            if self._lowered is None or replace(self._lowered.plan, adam_threads=plan.adam_threads) != plan:
+                self._lowered = lower(self.model, self.recipe, plan, proven=False)
+            schedule = replace(self._lowered, plan=plan)
+            self.timed[key] = quick_step_ns(schedule, self.hardware, steps=QUICK_STEPS), len(schedule.body.ops)
+        return self.timed[key]
 
     # ---- the three stages ----------------------------------------------------------------------------------------------
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatrain.derive import Cause, by_cause, derive, settled, step_times
+from megatrain.derive import Cause, by_cause, derive, settled
 from megatrain.hardware import HardwareProfile
 from megatrain.model import ModelSpec
 from megatrain.plan import Plan
@@ -14,6 +14,7 @@ from megatrain.recipe import Recipe
 from megatrain.schedule import LANES, Lane, Schedule, lower
 from megatrain.trace import Trace
 from sim.ledger import Shortage, fits, ledger
+from sim.quick import quick_step_ns
 from sim.simulate import STEPS, simulate
 
 Progress = Callable[[str, int], None]
@@ -56,34 +57,47 @@ def sweep(
 
 
 class Runs:
-    """Plans simulated in full, each once."""
+    """Plans simulated in full: the step of each, and a trace of those of which one is asked for."""
 
     def __init__(self, model: ModelSpec, recipe: Recipe, hardware: HardwareProfile, progress: Progress | None = None) -> None:
         self.model, self.recipe, self.hardware = model, recipe, hardware
-        self.done: list[tuple[Plan, Schedule, Trace]] = []
+        self.done: list[_Done] = []
         self._progress = progress or (lambda text, count: None)
 
-    def _run(self, plan: Plan) -> tuple[Plan, Schedule, Trace]:
-        for entry in self.done:
-            if entry[0] == plan:
-                return entry
-        self._progress(f"simulating {STEPS} steps", len(self.done))
-        schedule = lower(self.model, self.recipe, plan)
-        self.done.append((plan, schedule, simulate(schedule, self.hardware, steps=STEPS)))
-        return self.done[-1]
+    def _run(self, plan: Plan) -> _Done:
+        found = next((done for done in self.done if done.schedule.plan == plan), None)
+        if found is None:
+            self._progress(f"simulating {STEPS} steps", len(self.done))
+            found = _Done(lower(self.model, self.recipe, plan))
+            self.done.append(found)
+        return found
 
     def schedule(self, plan: Plan) -> Schedule:
-        return self._run(plan)[1]
+        return self._run(plan).schedule
 
     def trace(self, plan: Plan) -> Trace:
-        return self._run(plan)[2]
+        done = self._run(plan)
+        if done.trace is None:
+            done.trace = simulate(done.schedule, self.hardware, steps=STEPS)
+        return done.trace
 
     def step_ns(self, plan: Plan, hardware: HardwareProfile | None = None) -> int:
         """The settled step; on another machine than this one, of a simulation that is not kept."""
-        _, schedule, trace = self._run(plan)
+        done = self._run(plan)
         if hardware is not None:
-            trace = simulate(schedule, hardware, steps=STEPS)
-        return settled(tuple(step_times(schedule, trace).values())).mean_ns
+            return quick_step_ns(done.schedule, hardware, steps=STEPS)
+        if done.step_ns is None:
+            done.step_ns = quick_step_ns(done.schedule, self.hardware, steps=STEPS)
+        return done.step_ns
+
+
+@dataclass(slots=True)
+class _Done:
+    """A plan's schedule and, where someone has asked, what is simulated of it."""
+
+    schedule: Schedule
+    trace: Trace | None = None
+    step_ns: int | None = None
 
 
 class Steady(NamedTuple):

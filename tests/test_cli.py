@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -210,8 +211,9 @@ def test_predicting_planning_and_comparing_never_import_torch() -> None:
     code = """
 import sys
 from dataclasses import replace
-from megatrain.cli import main
+from megatrain.cli import main, show
 from megatrain.files import load_record, save_record
+show.SAID_EVERY_S = float("inf")
 for line in open("calls").read().splitlines():
     sys.argv = ["megatrain", *line.split()]
     try:
@@ -259,6 +261,33 @@ def test_tables_are_aligned_and_unbroken(
     assert [row.split()[0] for row in rows] == ["h2d", "compute", "d2h", "cpu"]
     assert {len(row) for row in rows} == {len(header)}  # the last column stands at the right
     assert all(line == line.rstrip() for line in lines)
+
+
+def test_without_a_terminal_what_takes_long_says_so_on_standard_error_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(show, "monotonic", lambda: now)
+    with show.progress("plan") as bar:
+        for now in (1000.0, 1000 + 0.9 * show.SAID_EVERY_S, 1001 + show.SAID_EVERY_S, 1002 + show.SAID_EVERY_S):
+            bar(None, f"descending (at {now:.0f})")
+        now += show.SAID_EVERY_S
+        bar(0.5, "half [of it] " + "long " * 40)
+    out, err = capsys.readouterr()
+    after = show.SAID_EVERY_S
+    assert out == ""
+    assert err.splitlines() == [
+        f"plan: {1 + after:.0f} s: descending (at {1001 + after:.0f})",
+        f"plan: 50%, {2 + 2 * after:.0f} s: half [of it] {'long ' * 40}",
+    ]
+    assert show.SAID_EVERY_S >= 5
+
+
+def test_planning_that_takes_long_says_so(megatrain: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(show, "SAID_EVERY_S", 0.0)
+    ended = megatrain("plan", "plan.yaml", "--hardware", "hw.json", "--out", "found.yaml", "--json")
+    assert ended.code == 0 and ended.json["out"] == "found.yaml"
+    assert ended.err and all(re.fullmatch(r"plan: \d+ s: .+ \(\d+ simulated\)", line) for line in ended.err.splitlines())
 
 
 def test_names_with_brackets_are_no_markup(megatrain: Commands) -> None:

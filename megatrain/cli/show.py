@@ -7,6 +7,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 # Nothing here is mark-up: paths, names of models and of ops may hold brackets.
 out = Console(highlight=False, markup=False, emoji=False)
 err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+SAID_EVERY_S = 10.0
+"""Between two lines of progress where there is no terminal."""
 
 
 def seconds(ns: float) -> str:
@@ -146,7 +150,8 @@ def profile(found: HardwareProfile) -> None:
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[float | None, str], None]]:
     """A bar on standard error, gone when it is done; a call gives the share that is done (None: unknown) and what is being done.
-    Where standard error is no terminal, nothing is drawn."""
+    Where standard error is no terminal, nothing is drawn; there, what takes long says so in a line at most every `SAID_EVERY_S`
+    seconds."""
     columns = (
         BarColumn(bar_width=16),
         TimeElapsedColumn(),
@@ -155,7 +160,15 @@ def progress(title: str) -> Iterator[Callable[[float | None, str], None]]:
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:
         task = bars.add_task(title, total=None)
 
+        begin = said = monotonic()
+
         def say(done: float | None, text: str) -> None:
+            nonlocal said
+            now = monotonic()
+            if not err.is_terminal and now - said >= SAID_EVERY_S:
+                said = now
+                share = "" if done is None else f"{done:.0%}, "
+                err.print(f"{title}: {share}{now - begin:.0f} s: {text}", soft_wrap=True)
             total = None if done is None else 1.0
             bars.update(task, total=total, completed=done or 0.0, description=f"{title}: {text}")
 

@@ -34,6 +34,7 @@ class Hazards:
         self._last_on_lane = [-1] * len(LANES)
         self._part_start = 0
         self._previous_start = 0
+        self._was_cut = False
 
     def next_part(self) -> None:
         self._previous_start, self._part_start = self._part_start, len(self._lane)
@@ -43,20 +44,20 @@ class Hazards:
         relative to the start of this part."""
         me, lane = len(self._lane), _LANE_NUMBER[op.lane]
         raw = {self._part_start + a for a in after}
-        for access in op.reads:
-            for r in self._touched(access):
-                raw.add(r.writer)
-        for access in op.writes:
-            for r in self._touched(access):
-                raw.add(r.writer)
-                raw.update(r.readers.values())
-        for access in op.reads:
-            for r in self._touched(access):
-                r.readers[lane] = me
-        for access in op.writes:
-            for r in self._touched(access):
-                r.writer = me
-                r.readers = {}
+        self._was_cut = False
+        read, written = self._all_touched(op.reads), self._all_touched(op.writes)
+        if self._was_cut:  # perhaps one of these ranges: then its other part is missing
+            read, written = self._all_touched(op.reads), self._all_touched(op.writes)
+        for r in read:
+            raw.add(r.writer)
+        for r in written:
+            raw.add(r.writer)
+            raw.update(r.readers.values())
+        for r in read:
+            r.readers[lane] = me
+        for r in written:
+            r.writer = me
+            r.readers = {}
 
         predecessor = self._last_on_lane[lane]
         clock = list(self._clock[predecessor]) if predecessor >= 0 else [-1] * len(LANES)
@@ -67,9 +68,7 @@ class Hazards:
                 continue
             deps.append(d)
             other = self._clock[d]
-            for k in range(len(LANES)):
-                if other[k] > clock[k]:
-                    clock[k] = other[k]
+            clock = [a if a > b else b for a, b in zip(clock, other, strict=True)]
             clock[self._lane[d]] = max(clock[self._lane[d]], d)
         self._lane.append(lane)
         self._clock.append(clock)
@@ -82,24 +81,25 @@ class Hazards:
         before = tuple(d - self._previous_start for d in deps if d < self._part_start)
         return inside, before
 
-    def _touched(self, access: Access) -> list[_Range]:
-        cuts, ranges = self._cuts[access.storage], self._ranges[access.storage]
-        first = self._cut(cuts, ranges, access.start)
-        self._cut(cuts, ranges, access.stop)
+    def _all_touched(self, accesses: tuple[Access, ...]) -> list[_Range]:
         out = []
-        for i in range(first, len(cuts)):
-            if cuts[i] >= access.stop:
-                break
-            out.append(ranges[cuts[i]])
+        for storage, start, stop, _ in accesses:
+            cuts, ranges = self._cuts[storage], self._ranges[storage]
+            first = self._cut(cuts, ranges, start)
+            if first + 1 < len(cuts) and cuts[first + 1] == stop:  # as it is but for the first time
+                out.append(ranges[start])
+            else:
+                end = self._cut(cuts, ranges, stop)
+                out.extend([ranges[cut] for cut in cuts[first:end]])
         return out
 
-    @staticmethod
-    def _cut(cuts: list[int], ranges: dict[int, _Range], at: int) -> int:
+    def _cut(self, cuts: list[int], ranges: dict[int, _Range], at: int) -> int:
         """Make `at` a cut point; its position among them."""
         i = bisect_left(cuts, at)
         if i < len(cuts) and cuts[i] == at:
             return i
         left = ranges[cuts[i - 1]]
+        self._was_cut = True
         insort(cuts, at)
         ranges[at] = _Range(left.writer, dict(left.readers))
         return i

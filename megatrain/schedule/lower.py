@@ -11,7 +11,6 @@ The body is emitted twice after the prologue; both must come out equal, which pr
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Literal
 
 from megatrain.model import ModelSpec, check_sequence
@@ -31,8 +30,11 @@ from megatrain.schedule.layout import (
 from megatrain.schedule.nouns import Access, Kind, Lane, Op, Part, Schedule, Tag
 
 
-def lower(model: ModelSpec, recipe: Recipe, plan: Plan) -> Schedule:
-    """The training schedule. ValueError when the recipe or plan asks for what cannot be done on this model."""
+def lower(model: ModelSpec, recipe: Recipe, plan: Plan, *, proven: bool = True) -> Schedule:
+    """The training schedule. ValueError when the recipe or plan asks for what cannot be done on this model.
+
+    `proven` False leaves out the proof of the steady state, a third of the work: for a search, whose result is lowered again.
+    """
     if plan.update == "during_backward" and recipe.clip_norm is not None:
         raise ValueError("plan.update: during_backward updates before the norm is known; it needs recipe.clip_norm: null")
     check_sequence(model, recipe.seq_len)
@@ -42,10 +44,10 @@ def lower(model: ModelSpec, recipe: Recipe, plan: Plan) -> Schedule:
     prologue = step.close("prologue")
     step.train(warm=pending)
     body = step.close("body")
-    step.train(warm=pending)
-    again = step.close("body")
-    if body != again:
-        raise RuntimeError("lowering: the body has no steady state")  # a bug of ours, whatever the plan
+    if proven:
+        step.train(warm=pending)
+        if body != step.close("body"):
+            raise RuntimeError("lowering: the body has no steady state")  # a bug of ours, whatever the plan
     if pending:
         step.pending_updates(step.places)
     epilogue = step.close("epilogue")
@@ -399,15 +401,18 @@ class _Step:
         writes: Iterable[Access] = (),
         after: tuple[int, ...] = (),
     ) -> None:
-        op = Op(
-            kind=kind, lane=lane, block=block, micro=micro, chunk=chunk, what=what,
-            reads=tuple(reads), writes=tuple(writes),
-        )  # fmt: skip
-        count = self.names.get(op.name, 0) + 1
-        self.names[op.name] = count
+        reads, writes = tuple(reads), tuple(writes)
+        op = Op(kind=kind, lane=lane, block=block, micro=micro, chunk=chunk, what=what, reads=reads, writes=writes)
+        name = op.name
+        count = self.names[name] = self.names.get(name, 0) + 1
         inside, before = self.hazards.order(op, after)
         previous = tuple(self.previous.ops[i].name for i in before) if self.previous is not None else ()
-        self.ops.append(replace(op, nth=count, deps=inside, prev=previous))
+        self.ops.append(
+            Op(
+                kind=kind, lane=lane, block=block, micro=micro, chunk=chunk, what=what, nth=count,
+                reads=reads, writes=writes, deps=inside, prev=previous,
+            )
+        )  # fmt: skip
 
     def _last_updates(self) -> list[int]:
         """The last update on each lane of the part before, as positions relative to this part (negative)."""

@@ -25,6 +25,7 @@ Case = tuple[ModelSpec, Recipe, Plan]
 @given(cases())
 def test_what_lowering_makes_passes_check_and_oracle(case: Case) -> None:
     schedule = lower(*case)
+    assert lower(*case, proven=False) == schedule
     check(schedule)
     assert harm(schedule, long=True) is None
     evaluation = lower_evaluation(*case)
