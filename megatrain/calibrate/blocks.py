@@ -138,10 +138,10 @@ def _reduced(device: Device, model: ModelSpec, recipe: Recipe) -> tuple[ModelSpe
 
 
 def _train(device: Device, model: ModelSpec, recipe: Recipe, plan: Plan, *, budget_s: float, seed: int) -> tuple[Schedule, Trace]:
-    """Train for `budget_s`, warm-up included, and return what ran after it."""
+    """Train for `budget_s` from when the engine is ready, warm-up included, and return what ran after that."""
     where: Literal["cpu", "cuda"] = "cpu" if device.on_host else "cuda"
-    end = time.monotonic() + budget_s
     with Engine(model, recipe, plan, _RandomWeights(model, seed), device=where) as engine:
+        end = time.monotonic() + budget_s
         batch = _batch(model, recipe, seed)
         warm = time.monotonic() + budget_s * WARM_UP_SHARE
         for number in itertools.count(1):

@@ -85,7 +85,9 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: rehearse at small sizes")
     parser.add_argument("--commit", default="", help="the commit that is measured")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    for directory in (options.out, options.folder):
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         found = first_step(options.row, options.device, options.commit, Path(folder))
     line = json.dumps(found)

@@ -38,11 +38,11 @@ def measure_run(
         losses = [engine.step(batch).loss for batch in data[:warm_up]]
         warm_s = time.perf_counter() - started
         engine.restart_trace()
-        before = segments(device)
+        before = reserved(device)
         with synchronisation_raises(device):
             results = [engine.step(batch) for batch in data[warm_up:]]
             losses += [result.loss for result in results]
-        after = segments(device)
+        after = reserved(device)
         trace = engine.trace()
         expected = engine.schedule.digests()
         facts = derive(engine.schedule, trace)
@@ -64,7 +64,7 @@ def measure_run(
             "compute stalls, s": {cause: round(ns / 1e9, 4) for cause, ns in stalls.items() if ns},
             "update late share of stalls": round(stalls["update late"] / max(1, facts.lanes["compute"].stalled_ns), 4),
             "cpu busy from clip to last update": round(cpu_busy_after_clip(facts), 4),
-            "segments before, after": [before, after],
+            "segments and bytes reserved before, after": [before, after],
             "device GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else None,
             "notes": list(trace.notes),
         }  # fmt: skip
@@ -82,9 +82,12 @@ def synchronisation_raises(device: Device) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def segments(device: Device) -> int:
-    """How many segments PyTorch's allocator holds of the GPU's memory; 0 on the cpu backend, which has none."""
-    return int(torch.cuda.memory_stats()["segment.all.current"]) if device == "cuda" else 0
+def reserved(device: Device) -> list[int]:
+    """What PyTorch's allocator holds of the GPU's memory: segments (its own statistics do not count those that grow), and bytes;
+    none on the cpu backend."""
+    if device == "cpu":
+        return [0, 0]
+    return [len(torch.cuda.memory_snapshot()), int(torch.cuda.memory_stats()["reserved_bytes.all.current"])]
 
 
 def cpu_busy_after_clip(facts: Facts) -> float:
@@ -110,5 +113,5 @@ def missed(promises: Mapping[str, bool]) -> list[str]:
 def missed_by_run(figures: Mapping[str, Any], promises: Mapping[str, bool]) -> list[str]:
     """The promises that a run's figures (`measure_run`) do not keep: these, and of every run that it executed its schedule and
     that the allocator took no more of the device's memory."""
-    before, after = figures["segments before, after"]
+    before, after = figures["segments and bytes reserved before, after"]
     return missed({**promises, "digests equal": figures["digests equal"], "segments flat": before == after})

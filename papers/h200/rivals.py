@@ -43,6 +43,9 @@ from papers.h200.workload import RandomWeights, batches
 
 SETTINGS = Path(__file__).with_name("deepspeed")
 
+PLAIN_ENVIRONMENT = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""Segments that grow, as our engine's do: near the limit of memory others would be fragmented."""
+
 Step = Callable[[Tensor], Tensor]
 """One optimizer step on token ids [rows, tokens a row] that lie on the device; its loss, a scalar there."""
 

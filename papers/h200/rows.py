@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import statistics
 import subprocess
@@ -29,11 +30,16 @@ from typing import Any
 import torch
 
 from megatrain.calibrate import calibrate
+from megatrain.calibrate.blocks import measure_blocks
+from megatrain.calibrate.cuda import Cuda
+from megatrain.calibrate.host import Host
+from megatrain.calibrate.machine import cpu_name, usable_memory
 from megatrain.derive import by_cause, derive
 from megatrain.engine.engine import Engine
 from megatrain.engine.memory import buffer
 from megatrain.files import Job, load_hardware, load_job, save_hardware, save_job, save_record
 from megatrain.files.fields import plain
+from megatrain.hardware import MeasuredOp
 from megatrain.layers.head import head_template
 from megatrain.layers.inputs import layer_inputs, make_inputs
 from megatrain.layers.template import layer_templates
@@ -42,7 +48,7 @@ from megatrain.optim.constants import step_constants
 from megatrain.optim.kernel import Run, prepare_adamw
 from megatrain.recipe import AdamW, Recipe
 from papers.h200.floor import Rates, floor_s
-from papers.h200.measurement import segments
+from papers.h200.measurement import reserved
 from papers.h200.microbenchmarks import device_rates
 from papers.h200.models import Device, qwen
 from papers.h200.records import CALIBRATED, record, save_stalls
@@ -134,19 +140,38 @@ def plan(name: str) -> None:
 
 def calibrated(names: Sequence[str], device: Device, out: Path) -> None:
     """Write DIR/calibrated.json: the machine, and the blocks of every recipe of the rows, each in a reduced model of its own."""
-    profile = None
-    for name in {(row.model, row.recipe): name for name, row in ROWS.items() if name in names}.values():
-        model, recipe = qwen(ROWS[name].model, device), ROWS[name].recipe
+    profile, done = None, set()
+    for name in names:
+        row = ROWS[name]
+        # What a block's time depends on: not on how many layers there are, on clipping or on how often it runs in a step.
+        alike = row.model.split("-")[0], dataclasses.replace(row.recipe, micro_batches=1, clip_norm=None)
+        if alike in done:
+            continue
+        done.add(alike)
+        model, recipe = qwen(row.model, device), row.recipe
         if device == "cpu":
             recipe = dataclasses.replace(recipe, micro_batch_size=2, seq_len=16, compiled=False, loss_tile=16)
-        budget_s = 40 if profile is None else 10
-        found = calibrate(device=device, model=model, recipe=recipe, budget_s=budget_s, name="h200-calibrated")
-        if profile is not None:
-            rows = {row[:-2] + row[-1:]: row for row in (*profile.compute.measured, *found.compute.measured)}
-            found = dataclasses.replace(profile, compute=dataclasses.replace(profile.compute, measured=tuple(rows.values())))
-        profile = found
+        if profile is None:
+            profile = calibrate(device=device, model=model, recipe=recipe, budget_s=40, name="h200-calibrated")
+        else:
+            found = blocks_of(device, model, recipe)
+            measured = {op._replace(duration_ns=0): op for op in (*found, *profile.compute.measured)}  # the earlier one stands
+            profile = dataclasses.replace(
+                profile, compute=dataclasses.replace(profile.compute, measured=tuple(measured.values()))
+            )
         save_hardware(out / "calibrated.json", profile)
         print(f"{name}: calibrated", flush=True)
+
+
+def blocks_of(device: Device, model: ModelSpec, recipe: Recipe) -> tuple[MeasuredOp, ...]:
+    """What `calibrate` says of the model's blocks, without the machine's other rates."""
+    buffer = 64 << 20
+    if device == "cpu":
+        place: Host | Cuda = Host(cpu_name(), usable_memory(), buffer, 0)
+    else:
+        place = Cuda(buffer, 0, recipe)
+    place.close()  # its buffers are for copies
+    return measure_blocks(place, model=model, recipe=recipe, budget_s=4.0, seed=0).measured
 
 
 STATE = (torch.bfloat16, torch.int16, torch.bfloat16, torch.float32, torch.float32)
@@ -325,12 +350,12 @@ def measure(name: str, device: Device, commit: str, machine: dict[str, float] | 
         losses = [engine.step(batch).loss for batch in data[:WARM]]
         warm_s = time.perf_counter() - started
         engine.restart_trace()
-        at_start = segments(device)
+        at_start = reserved(device)
         results = [engine.step(batch) for batch in data[WARM:]]
         losses += [result.loss for result in results]
         norms = [result.norm for result in results]
         trace = engine.trace()
-        at_end = segments(device)
+        at_end = reserved(device)
         changed = [a != b for a, b in zip(before, checksums(engine), strict=True)]
         use = engine.memory_use()
         facts = derive(engine.schedule, trace)
@@ -338,7 +363,12 @@ def measure(name: str, device: Device, commit: str, machine: dict[str, float] | 
         save_stalls(out / name, trace, facts)
         times = [ns / 1e9 for ns in facts.step_times_ns]
         expected = engine.schedule.digests()
+        start = {k: round(v, 1) for k, v in plain(engine.start_times).items()}
     print("measured", flush=True)  # what the rates below take is not the row's
+    del engine, results  # both hold on to all memory of the run, which the rates need
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
     book = ledger(model, recipe, plan, load_hardware(CALIBRATED))
     found: dict[str, Any] = {}
     try:
@@ -354,7 +384,6 @@ def measure(name: str, device: Device, commit: str, machine: dict[str, float] | 
     def gib(nbytes: int) -> float:
         return round(nbytes / 2**30, 3)
 
-    start = {k: round(v, 1) for k, v in plain(engine.start_times).items()}
     return {
         "row": name, "model": row.model, "gpu_memory_gib": row.gpu_memory_gib, "tokens": recipe.tokens_per_step,
         "clipping": row.clipping, "deterministic": row.deterministic, "step_s": round(step_s, 4),
@@ -406,10 +435,14 @@ def derive_busy(facts: Any) -> dict[str, Any]:
 
 
 def checksums(engine: Engine) -> list[int]:
-    """One number a block of its streamed weights: a sum of their bits, piece by piece, since PyTorch widens what it sums."""
+    """One number a block of its streamed weights: the sum of their bits, eight bytes at a time, modulo 2^64."""
     engine.flush()
-    planes = (engine.memory.named(f"weights[{block.index}]").view(torch.int16) for block in engine.schedule.model.blocks)
-    return [int(torch.stack([piece.sum(dtype=torch.int64) for piece in plane.split(1 << 22)]).sum()) for plane in planes]
+
+    def total(weights: torch.Tensor) -> int:
+        whole = weights.numel() // 8 * 8
+        return int(weights[:whole].view(torch.int64).sum()) + int(weights[whole:].sum())
+
+    return [total(engine.memory.named(f"weights[{block.index}]")) for block in engine.schedule.model.blocks]
 
 
 def rehearsal(model: ModelSpec, recipe: Recipe, job: Job) -> tuple[ModelSpec, Recipe, Any]:

@@ -41,7 +41,15 @@ from papers.h200.comparison import SHARED, read_lines, title, versions, which, w
 from papers.h200.comparison import ratios as ratios  # for those who read the lines
 from papers.h200.models import Device
 from papers.h200.process import answer, in_its_own_process
-from papers.h200.rivals import SETTINGS, build_kernels, conditions, deepspeed_environment, measured, read_settings
+from papers.h200.rivals import (
+    PLAIN_ENVIRONMENT,
+    SETTINGS,
+    build_kernels,
+    conditions,
+    deepspeed_environment,
+    measured,
+    read_settings,
+)
 from papers.h200.rows import MACHINE_RATES, ROWS
 from papers.h200.rows import measure as measured_row
 
@@ -110,7 +118,7 @@ def child(asked: dict[str, Any]) -> NoReturn:
 def rival(call: Call, system: str, settings: str, name: str, tokens: int, checkpointing: bool) -> Mapping[str, Any]:
     """The line of a system that is not ours."""
     line = call.line(system, settings, name, tokens, checkpointing)
-    environment = deepspeed_environment(call.device) if system == "deepspeed" else os.environ
+    environment = deepspeed_environment(call.device) if system == "deepspeed" else PLAIN_ENVIRONMENT
     asked = {"system": system, "settings": settings, "name": name, "tokens": tokens, "checkpointing": checkpointing}
     return call.once(line, lambda: call.process(line, environment, **asked))
 
@@ -169,9 +177,8 @@ def compare(call: Call, rows: Sequence[str], systems: Sequence[str], settings: S
 
 def machine(device: Device) -> dict[str, Any]:
     """What the runs of one call share; RuntimeError, in one line, without a GPU on cuda. The GPU is asked in another process:
-    this one takes none of its memory."""
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "host_gib": round(host / 2**30, 1)}
+    this one takes none of its memory. How much memory the host has is left out: a virtual machine's may grow while it is used."""
+    found: dict[str, Any] = {"cores": len(os.sched_getaffinity(0))}
     if device == "cuda":
         code = "import torch; p = torch.cuda.get_device_properties(0); print(p.name, p.uuid, torch.version.cuda, sep='\\n')"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -202,7 +209,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--settings", nargs="+", choices=known, help="of DeepSpeed: to search, all by default; to compare, the winner by default"
     )
-    parser.add_argument("--search", type=Path, default=SEARCH, help="lines of the search whose winner is compared")
+    parser.add_argument(
+        "--search", type=Path, help="lines of a search, whose winner is compared; by default those in --out, else the committed"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: rehearse at small sizes")
     parser.add_argument("--commit", default="", help="the commit that is measured")
     parser.add_argument("--timeout", type=float, default=420.0, metavar="seconds", help="that a run may take (%(default)g)")
@@ -224,7 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if importlib.util.find_spec("deepspeed") is None:
                 less = "" if searches else ", or leave it out with --systems megatrain plain"
                 raise ValueError(f"DeepSpeed is not installed: pip install 'megatrain[deepspeed]'{less}")
-            settings = options.settings or (known if searches else [winner(options.search)])
+            found = options.out / "versus-search.jsonl"
+            found = options.search or (found if found.exists() else SEARCH)
+            settings = options.settings or (known if searches else [winner(found)])
             for name in settings:
                 read_settings(name)
         common["machine"] = machine(options.device)

@@ -111,11 +111,11 @@ def test_memory_is_flat_after_the_third_step_and_closing_returns_it(plan: Plan) 
         for batch in batches[:3]:
             engine.step(batch)
         engine.flush()
-        reserved = torch.cuda.memory_stats()["segment.all.current"]
+        reserved = torch.cuda.memory_reserved()  # segments that grow are not counted one by one
         for batch in batches[3:]:
             engine.step(batch)
         engine.flush()
-        assert torch.cuda.memory_stats()["segment.all.current"] == reserved
+        assert torch.cuda.memory_reserved() == reserved
     del engine
     gc.collect()
     # PyTorch keeps the workspaces of cuBLAS and cuBLASLt for each stream there ever was, 32 MiB each.

@@ -58,7 +58,11 @@ def test_closing_returns_memory_and_threads() -> None:
         ({"model.norm.weight": None}, r"weights: 'model.norm.weight' is missing"),
         ({"model.extra": torch.zeros(1)}, r"weights: 'model.extra' is no parameter of 'small'"),
         ({"model.norm.weight": torch.zeros(35)}, r"'model.norm.weight' must have shape \[36\], got \[35\]"),
-        ({"model.norm.weight": torch.full((36,), float("nan"))}, r"weights: 'model.norm.weight' is not finite"),
+        *(
+            ({"model.norm.weight": torch.ones(36, dtype=of).index_fill(0, torch.tensor(at), bad)}, r"norm.weight' is not finite")
+            for of in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+            for at, bad in ((0, float("nan")), (17, float("inf")), (35, -float("inf")))
+        ),
         ({"model.norm.weight": torch.full((36,), 3.4e38)}, r"model.norm.weight"),
     ],
 )
