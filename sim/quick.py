@@ -10,8 +10,10 @@ Not covered: all else that a trace is for, and the notes of a simulation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Final
 
 from megatrain.derive import settled
 from megatrain.hardware import HardwareProfile
@@ -19,7 +21,7 @@ from megatrain.schedule.nouns import PlacedOp, Schedule
 from sim.cost import NS_PER_S, Work, alone_ns, ceil_div, works
 from sim.sharing import Sharing, SharingRule
 
-_NEVER = 1 << 62
+_NEVER: Final = math.inf
 """A time that does not come."""
 
 
@@ -46,7 +48,7 @@ class _Lane:
         self.waits_for: int | None = None
         self.flows = False
         self.rate = self.remaining = self.since_ns = 0
-        self.until_ns = _NEVER
+        self.until_ns: int | float = _NEVER
         self.work = Work()
 
 
@@ -98,7 +100,9 @@ def end_times(placed: Sequence[PlacedOp], work: Sequence[Work], sharing: Sharing
                     lane.remaining -= lane.rate * (now - lane.since_ns)
                     lane.rate, lane.since_ns = rate, now
                     lane.until_ns = now + ceil_div(lane.remaining, rate)
-        now = min([lane.until_ns for lane in lanes])
-        if now == _NEVER and ended[until] < 0:
-            raise ValueError(f"quick: deadlock: {placed[until].op.name} of part {placed[until].part} never runs")
+        if ended[until] < 0:
+            soonest = min([lane.until_ns for lane in lanes])
+            if soonest == _NEVER:
+                raise ValueError(f"quick: deadlock: {placed[until].op.name} of part {placed[until].part} never runs")
+            now = int(soonest)
     return ended

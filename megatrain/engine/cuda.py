@@ -118,9 +118,10 @@ class CudaBackend:
         return self.kernels.joins(op)
 
     def run_series(self, ops: Sequence[Op], step: Any, count: int) -> list[tuple[int, Ran, int]]:
+        series, ran = self.kernels.series(ops)
         called = self.clock.now_ns()
-        ran = self.kernels.run_series(ops, self.lanes.ended_address, count)
-        return [(called + start, what, called + end) for start, what, end in ran]
+        spans = series(self.lanes.ended_address, count)
+        return [(called + start, what, called + end) for what, (start, end) in zip(ran, spans, strict=True)]
 
 
 class CudaLanes:

@@ -25,7 +25,7 @@ from megatrain.layers.saved import Saved
 from megatrain.layers.template import LayerTemplate, layer_templates
 from megatrain.model import BlockSpec, ParamSpec
 from megatrain.optim.constants import clip_factor, step_constants
-from megatrain.optim.kernel import PreparedUpdate, Run, UpdateSeries, prepare_adamw
+from megatrain.optim.kernel import PreparedUpdate, Run, UpdateSeries, native_problem, prepare_adamw
 from megatrain.optim.norm import finish_norm, first_nonfinite, n_tiles
 from megatrain.schedule.layout import input_fields
 from megatrain.schedule.nouns import Access, Lane, Op, Schedule
@@ -141,22 +141,18 @@ class Kernels:
         return ran
 
     def joins(self, op: Op) -> bool:
-        """Whether `run_series` takes it."""
-        if op.kind != "update" or op.lane != "cpu":
-            return False
-        kernel = self._prepared_of(op).kernel
-        return isinstance(kernel, CpuUpdate) and kernel.update.native is not None
+        """Whether `series` takes it."""
+        return op.kind == "update" and op.lane == "cpu" and native_problem() is None
 
-    def run_series(self, ops: Sequence[Op], ended: int | None, first: int) -> list[tuple[int, Ran, int]]:
-        """Run ops that `joins` takes in one call, which counts at address `ended` as `UpdateSeries` does. Each one's start in ns
-        since the call, what it bound, and its end."""
+    def series(self, ops: Sequence[Op]) -> tuple[UpdateSeries, list[Ran]]:
+        """Ops that `joins` takes as one call, and what each binds."""
         key = tuple(map(id, ops))
         series, prepared = self._series.get(key, (None, ()))
         if series is None or any(known.op is not op for known, op in zip(prepared, ops, strict=True)):
             prepared = tuple(map(self._prepared_of, ops))
             series = UpdateSeries([p.kernel.update for p in prepared if isinstance(p.kernel, CpuUpdate)])
             self._series[key] = series, prepared
-        return [(start, known.ran, end) for known, (start, end) in zip(prepared, series(ended, first), strict=True)]
+        return series, [known.ran for known in prepared]
 
     def rehearse(self) -> None:
         """Compile what a step will run, before there is a state: forward and backward of a layer of each structure, and the loss,

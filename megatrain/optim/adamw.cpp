@@ -257,18 +257,28 @@ void run(const Update& u, int threads) {
     });
 }
 
+// Counts up to `value`, unless somebody has counted further; false then.
+bool raise(uint32_t* count, uint32_t value) {
+    uint32_t now = __atomic_load_n(count, __ATOMIC_RELAXED);
+    do {
+        if (int32_t(value - now) < 0) return false;
+    } while (!__atomic_compare_exchange_n(count, &now, value, true, __ATOMIC_RELEASE, __ATOMIC_RELAXED));
+    return true;
+}
+
 // One update after the other. When update k has ended `ended` becomes first + k; spans get each one's start and end, in ns since
-// the call. Both may be null.
+// the call. Both may be null. Where `ended` is further on already, the run was abandoned: the rest is left out.
 template <class Master, class Gradient>
 void series(const Update* updates, int64_t count, int threads, uint32_t* ended, uint32_t first, int64_t* spans) {
     using namespace std::chrono;
     const auto called = steady_clock::now();
     const auto now = [&] { return int64_t(duration_cast<nanoseconds>(steady_clock::now() - called).count()); };
+    bool wanted = true;
     for (int64_t k = 0; k < count; ++k) {
         if (spans) spans[2 * k] = now();
-        run<Master, Gradient>(updates[k], threads);
+        if (wanted) run<Master, Gradient>(updates[k], threads);
         if (spans) spans[2 * k + 1] = now();
-        if (ended) __atomic_store_n(ended, first + uint32_t(k), __ATOMIC_RELEASE);
+        if (ended && wanted) wanted = raise(ended, first + uint32_t(k));
     }
 }
 

@@ -225,7 +225,7 @@ class UpdateSeries:
 
     def __call__(self, ended: int | None = None, first: int = 0) -> list[tuple[int, int]]:
         """Start and end of each update, in ns since the call. When number k has ended, the uint32 at address `ended` becomes
-        first + k (modulo 2^32)."""
+        first + k (modulo 2^32); if it is beyond that already, nobody waits any more, and the updates after k are left out."""
         native, spans = self._natives[0], self._spans
         native.entry(self._records, len(self._records), native.threads, ended, first & 0xFFFFFFFF, spans)
         return [(spans[i], spans[i + 1]) for i in range(0, len(spans), 2)]

@@ -124,8 +124,8 @@ def test_a_series_is_its_updates_one_after_the_other(form: str, grad_dtype: torc
     blocks = [_block(7, factor=0.37, skip=k == skipped) for k in range(len(sizes))]
     together, apart = ([_planes(_training_like(n), form, grad_dtype) for n in sizes] for _ in range(2))
     updates = [_prepared(parts, block) for parts, block in zip(together, blocks, strict=True)]
-    ended = torch.zeros(3, dtype=torch.int32)
     first = (1 << 32) - 2  # counts are modulo 2^32
+    ended = torch.tensor([0, -3, 0], dtype=torch.int32)
     spans = UpdateSeries([*updates, updates[0]])(ended[1:].data_ptr(), first)
     for parts, block in [*zip(apart, blocks, strict=True), (apart[0], blocks[0])]:
         _prepared(parts, block)()
@@ -134,6 +134,19 @@ def test_a_series_is_its_updates_one_after_the_other(form: str, grad_dtype: torc
     assert ended.tolist() == [0, 2, 0]
     times = [time for span in spans for time in span]
     assert len(spans) == 5 and times == sorted(times) and times[0] >= 0 and times[-1] > times[0]
+
+
+@needs_compiler
+def test_a_series_of_an_abandoned_run_ends_early_and_takes_no_count_back() -> None:
+    """Who abandons a run has the count go far beyond what it will ever be: from then on nobody waits for it."""
+    parts = [_planes(_training_like(1000), "split", torch.bfloat16) for _ in range(3)]
+    before = [[plane.clone() for plane in planes] for planes in parts]
+    far = 7 + (1 << 30)
+    ended = torch.tensor([far], dtype=torch.int32)
+    spans = UpdateSeries([_prepared(planes, _block()) for planes in parts])(ended.data_ptr(), 7)
+    assert ended.tolist() == [far] and len(spans) == 3
+    for ours, old in zip(parts[1:], before[1:], strict=True):
+        _assert_same_bits(ours, old)
 
 
 @needs_compiler
