@@ -161,5 +161,6 @@ class Backend(Protocol):
 
     def run_series(self, ops: Sequence[Op], step: Any, count: int) -> Sequence[tuple[Any, Ran, Any]]:
         """Run ops of one lane, one after the other, that wait for nothing but each other: for each the mark before it, what it
-        did and the mark after it. The first is op number `count` of its lane; who follows that count sees each as it ends."""
+        did and the mark after it. The first is op number `count` of its lane; who follows that count sees each as it ends. Fewer
+        than were asked for if the run was abandoned meanwhile."""
         ...

@@ -121,7 +121,7 @@ class CudaBackend:
         series, ran = self.kernels.series(ops)
         called = self.clock.now_ns()
         spans = series(self.lanes.ended_address, count)
-        return [(called + start, what, called + end) for what, (start, end) in zip(ran, spans, strict=True)]
+        return [(called + start, what, called + end) for what, (start, end) in zip(ran, spans, strict=False)]
 
 
 class CudaLanes:

@@ -302,6 +302,8 @@ class Executor:
         issued: Any = self.clock.now_ns()
         waited = self._follow(run, series[0])
         done = self.backend.run_series(ops, run.step, counts[0])
+        if len(done) < len(ops):
+            raise Cancelled(RuntimeError(f"{run.outline.texts[series[len(done)]]}: left out, as of a run that was abandoned"))
         self.backend.lanes.ended(ops[0].lane, counts[-1])
         for i, (start, ran, end) in zip(series, done, strict=True):
             self._issued(run, i, (issued, start, end), waited, ran)

@@ -267,26 +267,26 @@ bool raise(uint32_t* count, uint32_t value) {
 }
 
 // One update after the other. When update k has ended `ended` becomes first + k; spans get each one's start and end, in ns since
-// the call. Both may be null. Where `ended` is further on already, the run was abandoned: the rest is left out.
+// the call. Both may be null. Where `ended` is further on already, the run was abandoned: the rest is left out. How many were run.
 template <class Master, class Gradient>
-void series(const Update* updates, int64_t count, int threads, uint32_t* ended, uint32_t first, int64_t* spans) {
+int64_t series(const Update* updates, int64_t count, int threads, uint32_t* ended, uint32_t first, int64_t* spans) {
     using namespace std::chrono;
     const auto called = steady_clock::now();
     const auto now = [&] { return int64_t(duration_cast<nanoseconds>(steady_clock::now() - called).count()); };
-    bool wanted = true;
     for (int64_t k = 0; k < count; ++k) {
         if (spans) spans[2 * k] = now();
-        if (wanted) run<Master, Gradient>(updates[k], threads);
+        run<Master, Gradient>(updates[k], threads);
         if (spans) spans[2 * k + 1] = now();
-        if (ended && wanted) wanted = raise(ended, first + uint32_t(k));
+        if (ended && !raise(ended, first + uint32_t(k))) return k + 1;
     }
+    return count;
 }
 
 }  // namespace
 
-#define ENTRY(NAME, MASTER, GRADIENT)                                                                                      \
-    extern "C" void NAME(const void* updates, int64_t count, int threads, uint32_t* ended, uint32_t first, int64_t* spans) { \
-        series<MASTER, GRADIENT>(static_cast<const Update*>(updates), count, threads, ended, first, spans);                  \
+#define ENTRY(NAME, MASTER, GRADIENT)                                                                                         \
+    extern "C" int64_t NAME(const void* updates, int64_t count, int threads, uint32_t* ended, uint32_t first, int64_t* spans) { \
+        return series<MASTER, GRADIENT>(static_cast<const Update*>(updates), count, threads, ended, first, spans);             \
     }
 ENTRY(adamw_split_bf16, Split, uint16_t)
 ENTRY(adamw_split_fp32, Split, float)

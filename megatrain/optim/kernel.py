@@ -177,7 +177,11 @@ def prepare_adamw(
         len(runs),
     )  # fmt: skip
     native = _Native(entry, record, threads, (master, m, v, grad, constants, table))
-    return PreparedUpdate(lambda: entry(ctypes.byref(record), 1, threads, None, 0, None), native)
+
+    def in_native() -> None:
+        entry(ctypes.byref(record), 1, threads, None, 0, None)
+
+    return PreparedUpdate(in_native, native)
 
 
 class _Record(ctypes.Structure):
@@ -225,10 +229,10 @@ class UpdateSeries:
 
     def __call__(self, ended: int | None = None, first: int = 0) -> list[tuple[int, int]]:
         """Start and end of each update, in ns since the call. When number k has ended, the uint32 at address `ended` becomes
-        first + k (modulo 2^32); if it is beyond that already, nobody waits any more, and the updates after k are left out."""
+        first + k (modulo 2^32). If it is beyond that already, the run was abandoned: updates after k are left out, here too."""
         native, spans = self._natives[0], self._spans
-        native.entry(self._records, len(self._records), native.threads, ended, first & 0xFFFFFFFF, spans)
-        return [(spans[i], spans[i + 1]) for i in range(0, len(spans), 2)]
+        ran: int = native.entry(self._records, len(self._records), native.threads, ended, first & 0xFFFFFFFF, spans)
+        return [(spans[i], spans[i + 1]) for i in range(0, 2 * ran, 2)]
 
 
 def bind_threads(cores: Sequence[int]) -> None:
@@ -291,7 +295,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     for name in ("adamw_split_bf16", "adamw_split_fp32", "adamw_plain_bf16", "adamw_plain_fp32"):
         entry = getattr(library, name)
         entry.argtypes = [pointer, n, integer, pointer, ctypes.c_uint32, pointer]
-        entry.restype = None
+        entry.restype = n
     library.adamw_bind.argtypes = [ctypes.POINTER(integer), integer]
     library.adamw_bind.restype = None
     return library, None

@@ -24,7 +24,7 @@ from typing import Any
 from megatrain.files import Job, load_job, save_job
 from megatrain.weights import open_weights, save_weights
 from papers.h200.models import Device, qwen
-from papers.h200.rows import PLANS, ROWS, rehearsal
+from papers.h200.rows import PLANS, RESULTS, ROWS, rehearsal
 from papers.h200.workload import RandomWeights
 
 LIMIT_S, READING_S = 120.0, 30.0
@@ -79,8 +79,10 @@ def first_step(row: str, device: Device, commit: str, folder: Path) -> dict[str,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="How long a model's first step takes from nothing, by phase.")
-    parser.add_argument("--row", choices=sorted(ROWS), default="7b-24-16384", help="whose plan and recipe (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument(
+        "--row", choices=sorted(ROWS), default="7b-24-16384", metavar="row", help="whose plan and recipe are taken (%(default)s)"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where first_step.jsonl is, or will be; results/ by default")
     parser.add_argument("--folder", type=Path, help="where the model is written for a while; else the system's")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: rehearse at small sizes")
     parser.add_argument("--commit", default="", help="the commit that is measured")

@@ -1,5 +1,7 @@
-"""The rows of the speed table. `python -m papers.h200.rows calibrate` measures the machine and the rows' blocks, `... plan [names
-...]` chooses plans, `... measure [names ...]` runs them.
+"""The rows of the speed table: calibrate, plan and measure them.
+
+`python -m papers.h200.rows calibrate [names ...]` measures the machine and the rows' blocks, `... plan [names ...]` chooses
+plans, `... measure [names ...]` runs them.
 
 A row is a model, the GPU memory that may be used, tokens a step and a recipe. Plans are chosen by the planner with
 `results/calibrated.json` and committed under `plans/`, so that what was measured can be read. `measure` runs rows one after the
@@ -16,6 +18,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -38,7 +41,7 @@ from megatrain.derive import by_cause, derive
 from megatrain.engine.engine import Engine
 from megatrain.engine.memory import buffer
 from megatrain.files import Job, load_hardware, load_job, save_hardware, save_job, save_record
-from megatrain.files.fields import plain
+from megatrain.files.fields import plain, short
 from megatrain.hardware import MeasuredOp
 from megatrain.layers.head import head_template
 from megatrain.layers.inputs import layer_inputs, make_inputs
@@ -56,7 +59,7 @@ from papers.h200.workload import RandomWeights, batches
 from sim.ledger import CUDA_CONTEXT, ledger
 from sim.planner import explain, plan_for
 
-PLANS = Path(__file__).with_name("plans")
+PLANS, RESULTS = Path(__file__).with_name("plans"), Path(__file__).with_name("results")
 HOST_MEMORY = 120 << 30
 HEADROOM = (512 << 20, 100)
 """Planned to stay free of what may be used: bytes, or one part in so many if that is more. The ledger may be wrong by half of the
@@ -455,21 +458,53 @@ def rehearsal(model: ModelSpec, recipe: Recipe, job: Job) -> tuple[ModelSpec, Re
     )  # fmt: skip
 
 
-def main() -> int:
+COMMANDS = {
+    "calibrate": "measure the machine and the blocks, into calibrated.json", "plan": "choose plans, into plans/",
+    "measure": "run them and append to rows.jsonl", "child": "one row, for `measure`",
+}  # fmt: skip
+
+
+def rates_of(text: str) -> dict[str, float] | None:
+    """The machine's rates that a JSON object holds, alone or among others; None for null. ValueError, in one line."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise ValueError(f"--machine: is not JSON: {problem}") from None
+    if found is None:
+        return None
+    for rate in MACHINE_RATES:
+        value = found.get(rate) if isinstance(found, dict) else None
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"--machine: {rate}: must be a number > 0, got {short(value)}")
+    return {rate: float(found[rate]) for rate in MACHINE_RATES}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["calibrate", "plan", "measure", "child"], help="child: one row, for `measure`")
-    parser.add_argument("rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)}; all by default")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"), help="where rows.jsonl is, or will be")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: rehearse at small sizes")
-    parser.add_argument("--commit", default="", help="the commit that is measured; make h200-table asks for it")
-    parser.add_argument("--machine", default="null", help="rates that were measured already, as JSON")
-    options = parser.parse_intermixed_args()
+    commands = parser.add_subparsers(dest="what", required=True, metavar="command")
+    for what, does in COMMANDS.items():
+        command = commands.add_parser(what, help=does, description=f"Of the rows that are named, or of all: {does}.")
+        command.add_argument("rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)}; all by default")
+        if what == "plan":
+            continue
+        command.add_argument("--out", type=Path, default=RESULTS, help="the folder that is written to; results/ by default")
+        command.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: rehearse at small sizes")
+        if what != "calibrate":
+            command.add_argument("--commit", default="", help="the commit that is measured; make h200-table asks for it")
+            command.add_argument("--machine", default="null", help="rates that were measured already, a row's own as JSON")
+    options = parser.parse_args(arguments)
     names = options.rows or list(ROWS)
+    try:
+        for unknown in [name for name in names if name not in ROWS]:
+            raise ValueError(f"row: must be of {', '.join(ROWS)}, got {unknown}")
+        machine = rates_of(options.machine) if options.what in ("measure", "child") else None
+    except ValueError as problem:
+        print(problem, file=sys.stderr)
+        return 2
     if options.what == "plan":
         for name in names:
             plan(name)
         return 0
-    machine: dict[str, float] | None = json.loads(options.machine)
     if options.what == "child":
         sys.stdin.readline()
         print(json.dumps(measure(names[0], options.device, options.commit, machine, options.out)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from analysis.compare import ForeignTrace, compare
 from megatrain.engine import executor as executor_module
-from megatrain.engine.backend import Backend
+from megatrain.engine.backend import Backend, Ran
 from megatrain.engine.clock import Cancelled, Deadlock, RealClock, Signal, VirtualClock
 from megatrain.engine.engine import Engine
 from megatrain.engine.executor import Executor, Issue, LaneError, PartRun, run_schedule
@@ -26,7 +26,7 @@ from megatrain.plan import Placement, Plan, UpdatePolicy
 from megatrain.schedule import LANES, Access, Lane, Op, Part, lower
 from megatrain.schedule.nouns import Kind
 from sim.simulate import simulate
-from tests.engine.small import Disturbed, poisoned, random_batches, random_weights, small_model, small_recipe, train
+from tests.engine.small import Disturbed, Joining, poisoned, random_batches, random_weights, small_model, small_recipe, train
 
 PLAN = Plan(weight_slots=2, chunk_bytes=4096, update="next_forward")
 EARLY = Plan(weight_slots=2, chunk_bytes=4096, update="during_backward", placement={"2": "resident"})
@@ -157,6 +157,18 @@ def test_an_exception_in_a_kernel_ends_the_run_and_names_the_op(kind: Kind, what
         assert isinstance(error.value.__cause__, OSError)
         with pytest.raises(LaneError, match="no more of it"):
             engine.step(random_batches(model, recipe, 1)[0])
+
+
+def test_updates_that_a_series_left_out_end_the_run() -> None:
+    class Short(Joining):
+        def run_series(self, ops: Sequence[Op], step: Any, count: int) -> Sequence[tuple[Any, Ran, Any]]:
+            return super().run_series(ops, step, count)[:-1]
+
+    model, recipe = small_model(), small_recipe()
+    engine = Engine(model, recipe, PLAN, random_weights(model), wrap=lambda inner: Short(inner=inner))
+    with engine, pytest.raises(LaneError, match=r"update\[.*: left out"):
+        for batch in random_batches(model, recipe, 20):
+            engine.step(batch)
 
 
 @pytest.mark.parametrize("end", ["SystemExit", "KeyboardInterrupt", "return"])

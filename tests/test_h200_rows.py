@@ -1,0 +1,87 @@
+"""`papers.h200.rows`: what it refuses, and what its figures are of."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.calibrate import calibrate
+from megatrain.engine.engine import Engine
+from megatrain.files import load_hardware
+from megatrain.hardware import HardwareProfile
+from megatrain.plan import Plan
+from papers.h200 import rows
+from papers.h200.models import qwen
+from papers.h200.rows import MACHINE_RATES, ROWS, checksums, main, rates_of
+from papers.h200.workload import RandomWeights, batches
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["plan", "foo"], "row: must be of 7b-all-4096, "),
+        (["measure", "7b-all-4096", "foo"], ", got foo"),
+        (["calibrate", "foo"], ", got foo"),
+        (["measure", "--machine", "/nope"], "--machine: is not JSON: "),
+        (["measure", "--machine", "[1]"], "--machine: h2d_bytes_per_s: must be a number > 0, got null"),
+        (["measure", "--machine", json.dumps(dict.fromkeys(MACHINE_RATES, 0))], "must be a number > 0, got 0"),
+    ],
+)
+def test_what_cannot_begin_is_one_line_and_writes_nothing(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(arguments if arguments[0] == "plan" else [*arguments, "--device", "cpu", "--out", str(out)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and says in said.err
+    assert not out.exists()
+
+
+def test_rates_that_a_row_has_are_taken_from_it() -> None:
+    rates = dict.fromkeys(MACHINE_RATES, 2e9)
+    assert rates_of("null") is None
+    assert rates_of(json.dumps(rates | {"layer_forward_s": 0.1})) == rates
+
+
+def test_blocks_are_calibrated_once_for_all_rows_that_they_are_the_same_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = rows.blocks_of
+    later: list[str] = []
+
+    def counted(device: rows.Device, model: rows.ModelSpec, recipe: rows.Recipe) -> tuple[rows.MeasuredOp, ...]:
+        later.append(model.name)
+        return tuple(op._replace(tokens=op.tokens + len(later)) for op in honest(device, model, recipe))
+
+    def quickly(*, budget_s: float, **asked: Any) -> HardwareProfile:
+        return calibrate(budget_s=4.0, **asked)
+
+    monkeypatch.setattr(rows, "blocks_of", counted)
+    monkeypatch.setattr(rows, "calibrate", quickly)
+    names = ["7b-all-16384", "7b-all-65536", "7b-24-16384-unclipped", "7b-24-16384"]
+    assert main(["calibrate", *names, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == ["7b-all-16384: calibrated", "7b-24-16384-unclipped: calibrated"]
+    assert len(later) == 1
+    measured = load_hardware(tmp_path / "calibrated.json").compute.measured
+    assert {len({op.tokens for op in measured if op.kind == kind}) for kind in ("forward", "recompute_backward")} == {2}
+
+
+def test_a_checksum_sees_every_byte_of_a_blocks_weights() -> None:
+    model = qwen("7B", "cpu")
+    recipe = dataclasses.replace(ROWS["7b-all-4096"].recipe, micro_batch_size=2, seq_len=16, compiled=False, loss_tile=16)
+    with Engine(model, recipe, Plan(chunk_bytes=0, adam_threads=2), RandomWeights(model, "cpu")) as engine:
+        before = checksums(engine)
+        assert checksums(engine) == before
+        for block in (0, len(before) - 1):
+            weights = engine.memory.named(f"weights[{block}]")
+            for at in (0, weights.numel() - 1):
+                weights[at] ^= 1
+                changed = [a != b for a, b in zip(before, checksums(engine), strict=True)]
+                assert changed == [i == block for i in range(len(before))]
+                weights[at] ^= 1
+        engine.step(batches(model, recipe, 1)[0])
+        assert all(a != b for a, b in zip(before, checksums(engine), strict=True))
