@@ -30,8 +30,15 @@ from analysis.perfetto import save_perfetto
 from analysis.plots import ThroughputPoint, plot_lanes, plot_throughput
 from analysis.tables import format_ns, format_table
 from megatrain.derive import STEADY, Facts
+from megatrain.files import refuse_irregular
 from megatrain.schedule.nouns import Schedule
 from megatrain.trace import Trace
+
+FILES = {
+    "text": "report.md", "lanes": "lanes.png", "trace": "trace.perfetto.json.gz", "ops": "ops.csv",
+    "throughput": "throughput.png",
+}  # fmt: skip
+"""The names of the files above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +101,9 @@ def write_report(
         paces = [pace(int(step[f"{role}_ns"].item()), tokens_per_step, parameters) for role in ("predicted", "measured")]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    names = {"text": "report.md", "lanes": "lanes.png", "trace": "trace.perfetto.json.gz", "ops": "ops.csv"}
-    if throughput:
-        names["throughput"] = "throughput.png"
+    names = {what: name for what, name in FILES.items() if throughput or what != "throughput"}
+    for name in names.values():
+        refuse_irregular(folder / name)
     report = Report(
         comparison=found,
         predicted=paces[0],
@@ -119,7 +126,7 @@ def write_report(
         for what, path in part.items():
             os.replace(path, folder / names[what])
     if not throughput:
-        (folder / "throughput.png").unlink(missing_ok=True)  # of other runs, whose report was here before
+        (folder / FILES["throughput"]).unlink(missing_ok=True)  # of other runs, whose report was here before
     return report
 
 

@@ -10,8 +10,9 @@ All rates are integers per second, all times integer nanoseconds, so a simulatio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import reprlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
@@ -29,6 +30,13 @@ _CONDITIONS: dict[ComputeKind, tuple[str, ...]] = {
     "forward": _LAYER_FIELDS, "backward": _LAYER_FIELDS, "recompute_backward": _LAYER_FIELDS,
     "loss": _LOSS_FIELDS, "loss_forward": _LOSS_FIELDS, "pack": ("gradient_dtype", "compute_threads"),
 }  # fmt: skip
+
+MOST: Mapping[str, int] = {
+    "bytes_per_s": 10**18, "flops_per_s": 10**21, "ns": 10**15, "bytes": 2**60, "cores": 2**20, "threads": 2**20,
+    "numel": 2**60, "tokens": 2**60, "seq_len": 2**60,
+}  # fmt: skip
+"""The most a number of a profile may be, by the last words of its field's name: far beyond any machine, and refused above,
+because a digit too many in a file would otherwise be a prediction that is wrong, or times that no table can hold."""
 
 
 def conditions(kind: ComputeKind, recipe: Recipe) -> str:
@@ -48,8 +56,9 @@ class Link:
     rates: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
+        _check_most("link", [("latency_ns", self.latency_ns)])
         _require("link.latency_ns", self.latency_ns, self.latency_ns >= 0, ">= 0")
-        _check_rows("link.rates", self.rates)
+        _check_rows("link.rates", self.rates, ("bytes", "bytes_per_s"))
         fastest = max(rate for _, rate in self.rates)
         _require("link.rates", self.rates, fastest == self.peak_bytes_per_s, "fastest in the last row")
 
@@ -95,6 +104,12 @@ class Compute:
     measured: tuple[MeasuredOp, ...] = ()
 
     def __post_init__(self) -> None:
+        for precision, rate in self.flops_per_s.items():
+            most = MOST["flops_per_s"]
+            _require(f"compute.flops_per_s[{precision!r}]", rate, rate <= most, f"at most {most:,}")
+        _check_most("compute", _numbers(self))
+        for i, row in enumerate(self.measured):
+            _check_most(f"compute.measured[{i}]", row._asdict().items())
         for precision in ("bf16", "fp32"):
             rate = self.flops_per_s.get(precision, 0)
             _require(f"compute.flops_per_s[{precision!r}]", rate, rate > 0, "> 0")
@@ -122,6 +137,7 @@ class SharingRow:
     adam_bytes_per_s: int = 0
 
     def __post_init__(self) -> None:
+        _check_most("sharing", _numbers(self))
         rates = (self.h2d_bytes_per_s, self.d2h_bytes_per_s, self.adam_bytes_per_s)
         _require("sharing", self, min(rates) >= 0 and sum(r > 0 for r in rates) >= 2, "rates >= 0, two or more of them > 0")
         _require("sharing.adam_threads", self, self.adam_threads >= 0, ">= 0")
@@ -151,29 +167,49 @@ class HardwareProfile:
     sharing: tuple[SharingRow, ...] = field(default=())
 
     def __post_init__(self) -> None:
+        _check_most("", _numbers(self))
         for name in ("name", "provenance"):
             _require(name, getattr(self, name), bool(getattr(self, name).strip()), "a text")
         for name in ("device_memory_bytes", "host_memory_bytes", "cores", "dram_bytes_per_s"):
             _require(name, getattr(self, name), getattr(self, name) > 0, "> 0")
         _require("host_op_ns", self.host_op_ns, self.host_op_ns >= 0, ">= 0")
-        _check_rows("adam_rates", self.adam_rates)
+        _check_rows("adam_rates", self.adam_rates, ("threads", "bytes_per_s"))
         most = self.adam_rates[-1][0]
         _require("adam_rates", self.adam_rates, most <= self.cores, f"of at most {self.cores} threads, one a core")
         keys = [(row.adam_threads, row.h2d_bytes_per_s > 0, row.d2h_bytes_per_s > 0) for row in self.sharing]
         _require("sharing", self.sharing, len(set(keys)) == len(keys), "at most one row a combination")
 
 
-def _check_rows(name: str, rows: tuple[tuple[int, int], ...]) -> None:
+def _numbers(noun: HardwareProfile | Compute | SharingRow) -> list[tuple[str, object]]:
+    return [(f.name, getattr(noun, f.name)) for f in fields(noun)]
+
+
+def _check_most(where: str, named: Iterable[tuple[str, object]]) -> None:
+    """Refuse what is beyond `MOST`; `where` is what the fields are of."""
+    for name, value in named:
+        for kind, most in MOST.items():
+            if isinstance(value, int) and f"_{name}".endswith(f"_{kind}"):
+                _require(f"{where}.{name}".lstrip("."), value, value <= most, f"at most {most:,}")
+
+
+def _check_rows(name: str, rows: tuple[tuple[int, int], ...], columns: tuple[str, str]) -> None:
     _require(name, rows, len(rows) > 0, "at least one row")
+    for i, row in enumerate(rows):
+        for column, (what, value) in enumerate(zip(columns, row, strict=True)):
+            _require(f"{name}[{i}][{column}]", value, value <= MOST[what], f"at most {MOST[what]:,}")
     for size, rate in rows:
         _require(name, (size, rate), size > 0 and rate > 0, "> 0 in both columns")
     for low, high in pairwise(rows):
         _require(name, (low, high), low[0] < high[0], "sorted by the first column, each value once")
 
 
+_shown = reprlib.Repr()  # no more than a line, however many digits or rows
+_shown.maxstring = _shown.maxother = 100
+
+
 def _require(name: str, value: object, ok: bool, rule: str) -> None:
     if not ok:
-        raise ValueError(f"hardware.{name}: must be {rule}, got {value!r}")
+        raise ValueError(f"hardware.{name}: must be {rule}, got {_shown.repr(value)}")
 
 
 _GB = 10**9

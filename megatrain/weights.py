@@ -15,6 +15,7 @@ The format (https://huggingface.co/docs/safetensors): 8 bytes little-endian leng
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -26,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import msgspec
 import torch
@@ -69,16 +70,50 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+class ReadAhead:
+    """Threads that read pieces (file, first byte) into the system's cache and say nothing: what is wrong with a file is said
+    where a weight of it is asked for. A `with` block reads no further at its end."""
+
+    def __init__(self, pieces: Iterable[tuple[Path, int]]) -> None:
+        self._pieces, self._lock, self._ended = iter(pieces), threading.Lock(), False
+        # Daemons of our own: a pool's workers read all that was handed to them before the interpreter may end.
+        self._readers = [threading.Thread(target=self._read, name="megatrain read ahead", daemon=True) for _ in range(_READERS)]
+        for reader in self._readers:
+            reader.start()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until all is read, or the time (seconds, for each of the threads) is over."""
+        for reader in self._readers:
+            reader.join(timeout_s)
+
+    def _read(self) -> None:
+        buffer = bytearray(_PIECE)
+        while (piece := self._next()) is not None:
+            path, start = piece
+            with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+                os.preadv(file.fileno(), [buffer], start)
+
+    def _next(self) -> tuple[Path, int] | None:
+        with self._lock:
+            return None if self._ended else next(self._pieces, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = True
+
+
 class Weights(Mapping[str, Tensor]):
     """Name -> tensor of the file's own type. Every look-up reads the tensor anew; threads may read at once.
 
     Made by `open_weights`. The files must stay as they are: a look-up in one that was replaced or written to since raises
-    ValueError. `dtypes` has each tensor's type without reading it.
+    ValueError. `dtypes` has each tensor's type without reading it, `files` its file.
     """
 
     def __init__(self, files: Mapping[str, Path], dtypes: Mapping[str, torch.dtype]) -> None:
         self.dtypes: Mapping[str, torch.dtype] = MappingProxyType(dict(dtypes))
-        self._files = dict(files)
+        self.files: Mapping[str, Path] = MappingProxyType(dict(files))
         self._stamps = {path: _stamp(path) for path in set(files.values())}
         self._lock = threading.Lock()
         self._mapped: tuple[Path, Any] | None = None
@@ -88,31 +123,16 @@ class Weights(Mapping[str, Tensor]):
         """Of the files."""
         return sum(stamp.nbytes for stamp in self._stamps.values() if stamp is not None)
 
-    def read_ahead(self) -> threading.Thread:
+    def read_ahead(self) -> ReadAhead:
         """Have the system cache the files from now on, in order, so that look-ups need not wait for the disk. It takes `nbytes`
-        of memory that the system gives away when others ask for it. The thread that reads ends with the files or the process."""
-        pieces = [
-            (path, start) for path, stamp in self._stamps.items() if stamp is not None for start in range(0, stamp.nbytes, _PIECE)
-        ]
-
-        def read(piece: tuple[Path, int]) -> None:
-            path, start = piece
-            try:
-                with path.open("rb", buffering=0) as file:
-                    os.preadv(file.fileno(), [bytearray(_PIECE)], start)
-            except OSError:
-                pass  # the look-up will say so
-
-        def read_all() -> None:
-            with ThreadPoolExecutor(_READERS) as pool:
-                list(pool.map(read, pieces))
-
-        thread = threading.Thread(target=read_all, name="megatrain read ahead", daemon=True)
-        thread.start()
-        return thread
+        of memory that the system gives away when others ask for it. The reading ends with the files, with the `with` block that
+        what is returned may open, or with the process, which does not wait for it."""
+        return ReadAhead(
+            [(path, start) for path, stamp in self._stamps.items() if stamp for start in range(0, stamp.nbytes, _PIECE)]
+        )
 
     def __getitem__(self, name: str) -> Tensor:
-        path = self._files[name]
+        path = self.files[name]
         with self._lock:
             if self._mapped is None or self._mapped[0] != path:
                 self._mapped = None  # unmap the last file before the next one
@@ -124,13 +144,13 @@ class Weights(Mapping[str, Tensor]):
         return tensor
 
     def __contains__(self, name: object) -> bool:
-        return name in self._files  # what Mapping has would read the tensor
+        return name in self.files  # what Mapping has would read the tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self.files)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.files)
 
 
 def open_weights(directory: str | Path, model: ModelSpec) -> Weights:

@@ -215,7 +215,7 @@ class _CostModel:
         products = self.model.forward_flops_per_token(head) * self.tokens * (3 if training else 1)
         ns = self._products_ns(products) + self._memory_ns(nbytes)
         kind: ComputeKind = "loss" if training else "loss_forward"
-        return self._compute(*("loss",) * tiles, ns=ns, nbytes=nbytes, measured=(kind, head))
+        return self._compute("loss", times=tiles, ns=ns, nbytes=nbytes, measured=(kind, head))
 
     def _pack(self, op: Op) -> Work:
         nbytes = _nbytes(op.reads) + _nbytes(op.writes)
@@ -268,10 +268,11 @@ class _CostModel:
             )
 
     def _compute(
-        self, *kernels: str, ns: int, nbytes: int, measured: tuple[ComputeKind, BlockSpec] | None = None
+        self, *kernels: str, ns: int, nbytes: int, times: int = 1, measured: tuple[ComputeKind, BlockSpec] | None = None
     ) -> Work:
-        """`ns` by the spec source unless it was measured. On the host it shares DRAM (`nbytes` of traffic) and cores."""
-        launches = self.hardware.compute.launch_ns * sum(_KERNELS[k][not self.recipe.compiled] for k in kernels)
+        """`ns` by the spec source unless it was measured; `kernels` are launched `times` over. On the host it shares DRAM
+        (`nbytes` of traffic) and cores."""
+        launches = self.hardware.compute.launch_ns * times * sum(_KERNELS[k][not self.recipe.compiled] for k in kernels)
         found = self._lookup(*measured) if measured is not None else None
         if found is not None:
             launches, ns = 0, found

@@ -35,7 +35,8 @@ def explain(planned: Planned) -> str:
         parts.append(_table("What more would bring", ("more", "a step", "how found"), more))
     parts.append(
         f"Searched: {planned.considered:,} choices considered, {planned.short:,} short of memory, {planned.bounded:,} no better"
-        f" by a lower bound, {planned.simulated:,} simulated."
+        f" by a lower bound, {planned.simulated:,} simulated; {planned.in_full:,} plan{'s' * (planned.in_full != 1)} simulated in"
+        " full."
     )
     parts.extend(f"Note: {note}" for note in planned.notes)
     return "\n\n".join(parts) + "\n"

@@ -156,7 +156,7 @@ def shortages(found: Ledger, hardware: HardwareProfile) -> tuple[Shortage, ...]:
         need, phase = max(((needs(phase), phase) for phase in PHASES), key=lambda x: x[0])
         if need > have:
             item = _largest(found, phase, space)
-            more = f"{-(-(need - have) // 2**20) / 2**10:.2f} GiB more {space} memory"
+            more = f"{-(-(need - have) // 2**20) / 2**10:,.2f} GiB more {space} memory"
             helps = f"{more} would do, or less of the largest item, {item}"
             worst.append(Shortage(phase, space, need, have, item, helps))
     return tuple(worst)

@@ -16,12 +16,12 @@ Not covered: a predicted step is as good as the profile. Steps shorter than what
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from megatrain.derive import Cause
-from megatrain.hardware import HardwareProfile, Link
+from megatrain.hardware import MOST, HardwareProfile, Link
 from megatrain.model import ModelSpec
 from megatrain.plan import Plan, is_count
 from megatrain.recipe import Recipe
@@ -32,6 +32,7 @@ from sim.choice import Choice, adam_thread_counts
 from sim.explain import explain
 from sim.ledger import Ledger, Shortage, fits, ledger
 from sim.search import Search, order
+from sim.simulate import STEPS
 from sim.sweep import Progress, Runs, Steady, SweepPoint, steady, sweep
 
 __all__ = [
@@ -75,8 +76,8 @@ class Planned:
 
     `default_step_ns` is that of the default plan, or None, and then `default_lacks` says what memory it lacks. `busy` is each
     lane's busy share of a settled step, `stalls` the compute lane's waiting in it by cause (ns). `considered` choices are
-    `short` of memory, `bounded` (a lower bound says no better) or scored; `simulated` counts the scored ones, and the plans
-    simulated in full.
+    `short` of memory, `bounded` (a lower bound says no better) or `simulated`; `in_full` counts the plans that then ran the full
+    number of steps. What the marginals took is in none of these.
     """
 
     model: ModelSpec
@@ -97,6 +98,7 @@ class Planned:
     short: int
     bounded: int
     simulated: int
+    in_full: int
     notes: tuple[str, ...]
 
 
@@ -125,7 +127,7 @@ def plan_for(
         raise Infeasible(_infeasible(search, lacks), lacks)
     best = search.best(STARTS, DESCEND_OPS, CUT_OPS)
 
-    run = Runs(model, recipe, machine, progress)
+    run = Runs(model, recipe, machine, _told(progress, lambda: search.simulated))
     default = default_plan(recipe, machine)
     default_lacks = fits(ledger(model, recipe, default, machine), machine)
     finals = [s.choice.plan(model.n_layers) for s in best[:STARTS]] + given + ([default] if default_lacks is None else [])
@@ -134,13 +136,14 @@ def plan_for(
     default_ns = run.step_ns(default) if default_lacks is None else None
     runner_up = _runner_up(search, run, plan)
     facts = steady(run.schedule(plan), run.trace(plan))
-    found = _marginals(search, run, plan, best[0].choice) if marginals and best else ()
+    in_full = len(run.done)
+    found = _marginals(search, run, plan, best[0].choice, progress) if marginals and best else ()
     return Planned(
         model=model, recipe=recipe, hardware=machine, plan=plan, step_ns=step_ns,
         tokens_per_s=recipe.tokens_per_step * 1e9 / step_ns, ledger=ledger(model, recipe, plan, machine),
         default_step_ns=default_ns, default_lacks=None if default_lacks is None else str(default_lacks), runner_up=runner_up,
         binding=_binding(plan, facts, found, step_ns), busy=facts.busy, stalls=facts.stalls, marginals=found,
-        considered=search.considered, short=search.short, bounded=search.bounded, simulated=search.simulated + len(run.done),
+        considered=search.considered, short=search.short, bounded=search.bounded, simulated=search.simulated, in_full=in_full,
         notes=run.trace(plan).notes,
     )  # fmt: skip
 
@@ -187,52 +190,74 @@ def _said(value: object) -> str:
     return str(value)
 
 
-def _marginals(search: Search, run: Runs, winner: Plan, choice: Choice) -> tuple[Marginal, ...]:
+def _told(progress: Progress | None, before: Callable[[], int], prefix: str = "") -> Progress:
+    """`progress` for one part of the planning: what is being done after `prefix`, and a count that goes on from `before`."""
+    return lambda text, count: progress(prefix + text, before() + count) if progress is not None else None
+
+
+def _marginals(search: Search, run: Runs, winner: Plan, choice: Choice, progress: Progress | None) -> tuple[Marginal, ...]:
     """What more of the machine would bring. Memory is re-planned, starting from the winner (where no choice was short of it, more
     changes nothing); rates are re-simulated."""
     hardware, now = search.hardware, run.step_ns(winner)
     found = []
-    gpu = replace(hardware, device_memory_bytes=hardware.device_memory_bytes + MORE_GPU)
-    host = replace(hardware, host_memory_bytes=hardware.host_memory_bytes + MORE_HOST)
+    most = MOST["bytes"]
+    gpu = replace(hardware, device_memory_bytes=min(hardware.device_memory_bytes + MORE_GPU, most))
+    host = replace(hardware, host_memory_bytes=min(hardware.host_memory_bytes + MORE_HOST, most))
+    simulated = search.simulated + len(run.done)
+
+    def telling(text: str) -> Progress:
+        before = simulated
+        return _told(progress, lambda: before, f"with {text}: ")
+
     of_gpu = "device memory" if hardware.compute.on_host else "GPU memory"
     for text, machine, space in (
         (f"+{MORE_GPU >> 30} GiB of {of_gpu}", gpu, "device"), (f"+{MORE_HOST >> 30} GiB of host memory", host, "host")
     ):  # fmt: skip
-        gain = min(0, _replanned(search, machine, choice, now) - now) if space in search.short_of else 0
+        gain = 0
+        if space in search.short_of:
+            step_ns, more = _replanned(search, machine, choice, now, telling(text))
+            gain, simulated = min(0, step_ns - now), simulated + more
         found.append(Marginal(text, gain, "re-planned"))
     for text, machine in (("2x the link's rates", faster_link(hardware)), ("2x the CPU optimizer's rate", faster_adam(hardware))):
+        telling(text)(f"simulating {STEPS} steps", 0)
         # The same plan may be slower, where what is faster now takes bandwidth from what all wait for: nobody has to use it.
         found.append(Marginal(text, min(0, run.step_ns(winner, machine) - now), "re-simulated"))
     return tuple(found)
 
 
-def _replanned(search: Search, machine: HardwareProfile, choice: Choice, now_ns: int) -> int:
-    """The step of the best plan found on a machine with more memory, `now_ns` if none is faster."""
-    again = Search(search.model, search.recipe, machine, search.bounds, search.progress, search.timed)
+def _replanned(search: Search, machine: HardwareProfile, choice: Choice, now_ns: int, progress: Progress) -> tuple[int, int]:
+    """The step of the best plan found on a machine with more memory, `now_ns` if none is faster; and how many were simulated."""
+    again = Search(search.model, search.recipe, machine, search.bounds, progress, search.timed)
     coarse = choice if choice.passes else replace(choice, chunk_bytes=0)
     starts = [scored for c in again.fillings(coarse) if (scored := again.score(c, now_ns)) is not None]
     if not starts:
-        return now_ns
+        return now_ns, again.simulated
     best = again.improve([min(starts, key=order)], DESCEND_OPS // 2, CUT_OPS // 2)[0]
-    return Runs(search.model, search.recipe, machine).step_ns(best.choice.plan(search.layers))
+    run = Runs(search.model, search.recipe, machine, _told(progress, lambda: again.simulated))
+    return run.step_ns(best.choice.plan(search.layers)), again.simulated + len(run.done)
 
 
 def faster_link(hardware: HardwareProfile) -> HardwareProfile:
     """The machine with copies twice as fast, alone and beside others; start-up stays."""
     rows = tuple(
-        replace(row, h2d_bytes_per_s=2 * row.h2d_bytes_per_s, d2h_bytes_per_s=2 * row.d2h_bytes_per_s) for row in hardware.sharing
+        replace(row, h2d_bytes_per_s=_twice(row.h2d_bytes_per_s), d2h_bytes_per_s=_twice(row.d2h_bytes_per_s))
+        for row in hardware.sharing
     )
 
     def twice(link: Link) -> Link:
-        return replace(link, rates=tuple((nbytes, 2 * rate) for nbytes, rate in link.rates))
+        return replace(link, rates=tuple((nbytes, _twice(rate)) for nbytes, rate in link.rates))
 
     return replace(hardware, h2d=twice(hardware.h2d), d2h=twice(hardware.d2h), sharing=rows)
 
 
 def faster_adam(hardware: HardwareProfile) -> HardwareProfile:
     """The machine with a CPU optimizer twice as fast, alone and beside others."""
-    rows = tuple(replace(row, adam_bytes_per_s=2 * row.adam_bytes_per_s) for row in hardware.sharing)
-    return replace(hardware, adam_rates=tuple((n, 2 * rate) for n, rate in hardware.adam_rates), sharing=rows)
+    rows = tuple(replace(row, adam_bytes_per_s=_twice(row.adam_bytes_per_s)) for row in hardware.sharing)
+    return replace(hardware, adam_rates=tuple((n, _twice(rate)) for n, rate in hardware.adam_rates), sharing=rows)
+
+
+def _twice(bytes_per_s: int) -> int:
+    return min(2 * bytes_per_s, MOST["bytes_per_s"])
 
 
 _BINDS: dict[Lane, str] = {
@@ -268,7 +293,7 @@ def _infeasible(search: Search, lacks: tuple[Shortage, ...]) -> str:
     """One line: which memory, when, how many bytes, and what would help; each help that is named was tried or computed."""
     model, recipe, machine = search.model, search.recipe, search.hardware
     short = {s.space: s.need - s.have for s in lacks}
-    helps = [" and ".join(f"{-(-n // 2**20) / 2**10:.2f} GiB more {space} memory" for space, n in short.items())]
+    helps = [" and ".join(f"{-(-n // 2**20) / 2**10:,.2f} GiB more {space} memory" for space, n in short.items())]
     # Smaller workspaces let the device hold more state, but no more than all of it holds.
     if short.get("host", 0) < machine.device_memory_bytes:
         if recipe.clip_norm is not None and _feasible(model, replace(recipe, clip_norm=None), machine):

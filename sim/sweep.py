@@ -43,8 +43,9 @@ def sweep(
     progress: Progress | None = None,
 ) -> list[SweepPoint]:
     """`plan` with every combination of weight slots and chunk bytes, simulated in full: whether more depth still helps."""
-    points = []
-    run = Runs(model, recipe, hardware, progress)
+    points: list[SweepPoint] = []
+    # Each cell's plan is forgotten again, and with it the count of those that were simulated.
+    run = Runs(model, recipe, hardware, None if progress is None else lambda text, _: progress(text, len(points)))
     for depth in depths:
         for chunk in chunk_sizes:
             cell = replace(plan, weight_slots=depth, chunk_bytes=chunk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -63,11 +64,12 @@ class Commands:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """Every file and folder below, hidden ones too, with a hash of what it holds."""
+    """Every file and folder below, hidden ones too, with a hash of what it holds, or of what kind it is."""
 
     def found() -> Iterator[tuple[str, str]]:
         for path in sorted(folder.rglob("*")):
-            yield str(path), "" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
+            kind = stat.filemode(path.lstat().st_mode)[0]
+            yield str(path), hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else kind
 
     return dict(found())
 

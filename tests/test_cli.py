@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megatrain import data as data_module
 from megatrain.catalog import hardware_profile
 from megatrain.cli import demo, show
 from megatrain.cli import run as run_verb
@@ -25,7 +29,7 @@ from megatrain.recipe import Recipe
 from megatrain.schedule import lower
 from megatrain.weights import open_weights
 from sim.ledger import ALIGN, CUDA_CONTEXT, PHASES, Item, Ledger, MemorySpace, ledger
-from tests.commands import Commands
+from tests.commands import Commands, edit_json
 
 VERBS = ("calibrate", "simulate", "plan", "run", "compare", "demo")
 
@@ -266,6 +270,8 @@ def test_tables_are_aligned_and_unbroken(
 def test_without_a_terminal_what_takes_long_says_so_on_standard_error_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert show.SAID_EVERY_S >= 5
+    monkeypatch.setattr(show, "SAID_EVERY_S", 1e6)  # of the clock below; the thread that waits has none but the real one
     now = 1000.0
     monkeypatch.setattr(show, "monotonic", lambda: now)
     with show.progress("plan") as bar:
@@ -280,14 +286,69 @@ def test_without_a_terminal_what_takes_long_says_so_on_standard_error_now_and_th
         f"plan: {1 + after:.0f} s: descending (at {1001 + after:.0f})",
         f"plan: 50%, {2 + 2 * after:.0f} s: half [of it] {'long ' * 40}",
     ]
-    assert show.SAID_EVERY_S >= 5
+
+
+def test_what_takes_long_within_one_step_says_so_too(megatrain: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step goes on only once a line has said that it is under way."""
+    said, lines, batch, printed = threading.Event(), [], data_module.Data.batch, show.err.print
+
+    def noted(line: str, **how: Any) -> None:
+        lines.append(line)
+        if re.fullmatch(r"train: 0%, \d+ s: first step", line):
+            said.set()
+        printed(line, **how)
+
+    def slow(*arguments: Any) -> Any:
+        assert said.wait(300)
+        return batch(*arguments)
+
+    monkeypatch.setattr(show, "SAID_EVERY_S", 0.05)
+    monkeypatch.setattr(show.err, "print", noted)
+    monkeypatch.setattr(data_module.Data, "batch", slow)
+    ended = megatrain("run", "plan.yaml", "--data", "text", "--device", "cpu", "--steps", 1, "--json")
+    assert ended.code == 0 and ended.json["steps"] == 1
+    assert ended.err.splitlines() == lines
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("megatrain progress")]
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no")])
+def test_no_line_of_progress_comes_after_its_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception | None
+) -> None:
+    monkeypatch.setattr(show, "SAID_EVERY_S", 0.0)
+    with contextlib.suppress(ValueError), show.progress("plan") as bar:
+        bar(None, "within")
+        if error is not None:
+            raise error
+    capsys.readouterr()
+    bar(None, "after")
+    assert capsys.readouterr() == ("", "")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("megatrain progress")]
+
+
+def test_sequences_beyond_the_models_positions_are_allowed_and_said(megatrain: Commands) -> None:
+    edit_json("model/config.json", max_position_embeddings=31)
+    verbs = (
+        ("simulate", "plan.yaml", "--hardware", "hw.json"),
+        ("simulate", "plan.yaml", "--hardware", "hw.json", "--sweep", "sweep", "--depths", "1", "--chunks", "0"),
+        ("plan", "plan.yaml", "--hardware", "hw.json", "--out", "found.yaml"),
+        ("run", "plan.yaml", "--data", "text", "--device", "cpu", "--steps", 1),
+    )
+    for verb in verbs:
+        ended = megatrain(*verb, "--json")
+        assert ended.code == 0 and ended.json
+        assert re.fullmatch(r"note: sequences of 32 tokens \(seq_len\) go beyond the 31 positions of .*\n", ended.err), ended
+    edit_json("model/config.json", max_position_embeddings=32)
+    assert [megatrain(*verb, "--json").err for verb in verbs] == [""] * len(verbs)
 
 
 def test_planning_that_takes_long_says_so(megatrain: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(show, "SAID_EVERY_S", 0.0)
     ended = megatrain("plan", "plan.yaml", "--hardware", "hw.json", "--out", "found.yaml", "--json")
     assert ended.code == 0 and ended.json["out"] == "found.yaml"
-    assert ended.err and all(re.fullmatch(r"plan: \d+ s: .+ \(\d+ simulated\)", line) for line in ended.err.splitlines())
+    found = [re.fullmatch(r"plan: \d+ s: .+ \((\d+) simulated\)|plan: \d+ s", line) for line in ended.err.splitlines()]
+    counts = [int(line[1]) for line in found if line is not None and line[1] is not None]
+    assert counts and None not in found and counts == sorted(counts)
 
 
 def test_names_with_brackets_are_no_markup(megatrain: Commands) -> None:

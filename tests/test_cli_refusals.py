@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megatrain import data as data_module
 from megatrain import training
@@ -66,6 +67,16 @@ def test_configs_that_are_no_model(megatrain: Commands, changes: dict[str, Any],
     for verb in (RUN, SIMULATE, ("plan", "--model", "model", "--hardware", "hw.json", "--out", "found.yaml")):
         text = megatrain.refused(*verb)
         holds(text.lower(), "config.json", said)
+
+
+@pytest.mark.parametrize(("value", "said"), [(float("nan"), "is not finite"), (3.4e38, "must be finite as BF16")])
+def test_a_weight_that_cannot_be_trained_is_named_with_its_file(megatrain: Commands, value: float, said: str) -> None:
+    path, name = Path("model/model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    tensors = {key: tensor.float() for key, tensor in load_file(path).items()}
+    tensors[name][3, 5] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+    text = megatrain.refused(*RUN)
+    assert text.startswith(f"{path.absolute()}: ") and name in text and said in text
 
 
 def test_a_config_that_is_no_json(megatrain: Commands) -> None:
@@ -246,6 +257,10 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(
     holds(megatrain.refused(*verb, "--out", "nowhere/a.json"), "--out", "nowhere")
     holds(megatrain.refused(*verb, "--out", "text"), "--out", "text", "is a directory")
     holds(megatrain.refused(*verb, "--out", "plan.yaml/a.json"), "--out", "plan.yaml")
+    os.mkfifo("pipe")
+    Path("to-pipe").symlink_to("pipe")
+    for name in ("pipe", "to-pipe"):
+        holds(megatrain.refused(*verb, "--out", name), f"--out: {name}: must be a regular file or new")
     locked = _unwritable(Path("locked"))
     holds(megatrain.refused(*verb, "--out", locked / "a.json"), "--out", str(locked))
     if verb[0] in ("run", "simulate"):
@@ -264,6 +279,13 @@ def test_folders_that_cannot_be_written_are_refused_before_the_work(
         holds(megatrain.refused(*verb, option, "plan.yaml/new"), option, "plan.yaml")
         holds(megatrain.refused(*verb, option, locked / "new"), option, str(locked))
     holds(megatrain.refused(*RUN, "--save", "model"), "--save", "model", "empty")
+    for name, option, *verb in (
+        ("report.md", "--out", "compare", "a.json", "a.json"), ("throughput.png", "--out", "compare", "a.json", "a.json"),
+        ("sweep.csv", "--sweep", "simulate", "plan.yaml"), ("sweep.png", "--sweep", "simulate", "plan.yaml"),
+    ):  # fmt: skip
+        Path(f"of-{name}").mkdir()
+        os.mkfifo(f"of-{name}/{name}")
+        holds(megatrain.refused(*verb, option, f"of-{name}"), f"{option}: of-{name}/{name}: must be a regular file or new")
     usage = shutil.disk_usage(".")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     holds(megatrain.refused(*RUN, "--save", "trained"), "--save", "1,000")
@@ -288,7 +310,31 @@ def test_records_that_do_not_compare(megatrain: Commands) -> None:
     record["trace"]["events"] = record["trace"]["events"][:-5]
     Path("fewer.json").write_text(json.dumps(record))
     for name in ("cut.json.gz", "cut.json", "fewer.json", "hw.json", "plan.yaml", "nowhere.json", "text"):
-        holds(megatrain.refused("compare", "predicted.json.gz", name), name if name != "fewer.json" else "trace")
+        holds(megatrain.refused("compare", "predicted.json.gz", name), name)
+
+
+def test_a_damaged_trace_is_named_by_its_file(megatrain: Commands) -> None:
+    assert megatrain(*SIMULATE, "--steps", 3, "--out", "p.json").code == 0
+    run = json.loads(Path("p.json").read_text())
+    run["trace"]["source"] = "cpu"
+    Path("m.json").write_text(json.dumps(run))
+    assert megatrain("compare", "p.json", "m.json").code == 0
+    shutil.rmtree("report")
+    for place, whole in enumerate(("p.json", "m.json")):
+        record = json.loads(Path(whole).read_text())
+        traces = {
+            "no such op": record["trace"] | {"events": [[0, 999999, 0, 0, 0], *record["trace"]["events"]]},
+            "part 0 (prologue) ran x": record["trace"] | {"digests": ["x", *record["trace"]["digests"][1:]]},
+            "not in this order": record["trace"] | {"events": [[*e[:4], -1] for e in record["trace"]["events"]]},
+            "part 0 is 'x'": record["trace"] | {"parts": ["x", *record["trace"]["parts"][1:]]},
+        }
+        for said, trace in traces.items():
+            Path("bad.json").write_text(json.dumps(record | {"trace": trace}))
+            pair = ["p.json", "m.json"]
+            pair[place] = "bad.json"
+            text = megatrain.refused("compare", *pair)
+            assert text.startswith("bad.json: ") and said in text
+            assert megatrain.refused("compare", "p.json", "m.json", *pair) == text  # a further pair's too
 
 
 # ---- what is nobody's mistake ------------------------------------------------------------------------------------------

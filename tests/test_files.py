@@ -3,10 +3,12 @@ changes nothing."""
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,7 +36,7 @@ from megatrain.files import (
     write_file,
 )
 from megatrain.files.fields import plain
-from megatrain.hardware import H200, Compute, ComputeKind, HardwareProfile, Link, MeasuredOp, SharingRow
+from megatrain.hardware import H200, MOST, Compute, ComputeKind, HardwareProfile, Link, MeasuredOp, SharingRow
 from megatrain.model import BlockKind
 from megatrain.plan import Plan
 from megatrain.recipe import AdamW, Recipe
@@ -50,7 +52,7 @@ JOB = Job(model="llama3-8b", recipe=Recipe(), plan=Plan())
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 words = texts.filter(lambda t: bool(t.strip()))
-rates = st.integers(1, 2**62)
+rates, counts, durations = (st.integers(1, MOST[kind]) for kind in ("bytes_per_s", "bytes", "ns"))
 optimizers = st.builds(
     AdamW,
     lr=st.floats(1e-30, 1.0), beta1=st.floats(0, 0.99), beta2=st.floats(0, 0.99), eps=st.floats(1e-12, 1e-3),
@@ -75,8 +77,8 @@ def links(draw: st.DrawFn) -> Link:
 
 
 measured_ops = st.builds(
-    MeasuredOp, kind=st.sampled_from(get_args(ComputeKind)), block=st.sampled_from(get_args(BlockKind)), numel=rates,
-    tokens=rates, seq_len=rates, duration_ns=rates,
+    MeasuredOp, kind=st.sampled_from(get_args(ComputeKind)), block=st.sampled_from(get_args(BlockKind)), numel=counts,
+    tokens=counts, seq_len=counts, duration_ns=durations,
 )  # fmt: skip
 
 
@@ -89,7 +91,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         *(SharingRow(adam_threads=n, h2d_bytes_per_s=h2d, adam_bytes_per_s=adam) for n in threads),
     ]
     return HardwareProfile(
-        name=draw(words), provenance=draw(words), device_memory_bytes=draw(rates), host_memory_bytes=draw(rates),
+        name=draw(words), provenance=draw(words), device_memory_bytes=draw(counts), host_memory_bytes=draw(counts),
         cores=draw(st.integers(threads[-1], 512)), h2d=draw(links()), d2h=draw(links()),
         compute=Compute(
             flops_per_s={"bf16": draw(rates), "fp32": draw(rates)}, attention_flops_per_s=draw(rates),
@@ -497,6 +499,44 @@ def test_damaged_gzip_is_refused(tmp_path: Path, written: dict[str, Any]) -> Non
             load_record(tmp_path / "run.json.gz")
 
 
+def _integers(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where the integers of plain values stand."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [path]
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [found for key, entry in inner for found in _integers(entry, (*path, key))]
+
+
+FULL = json.loads(json.dumps(plain(replace(
+    H200,
+    h2d=Link(latency_ns=1, rates=((1, 1), (2, 2))), d2h=Link(latency_ns=1, rates=((1, 1),)), adam_rates=((1, 1), (2, 2)),
+    sharing=(SharingRow(adam_threads=1, h2d_bytes_per_s=1, d2h_bytes_per_s=1, adam_bytes_per_s=1),),
+    compute=replace(H200.compute, measured=(MeasuredOp("forward", "layer", 1, 1, 1, 1),)),
+))))  # fmt: skip
+"""A written profile that has a number in every field."""
+
+
+@pytest.mark.parametrize("value", [2**62 * 10**3, 10**30, 10**400], ids=["4.6e21", "1e30", "1e400"])
+@pytest.mark.parametrize("path", _integers(FULL), ids=lambda path: ".".join(map(str, path)))
+def test_every_number_of_a_profile_has_a_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: tuple[Any, ...], value: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fields = copy.deepcopy(FULL)
+    *outer, last = path
+    table = fields
+    for key in outer:
+        table = table[key]
+    table[last] = value
+    Path("hw.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError) as refused:
+        load_hardware("hw.json")
+    message = str(refused.value)
+    assert message.startswith(f"hw.json: {path[0]}") and ": must be at most " in message and ", got " in message
+    named = [name for name in (*path, MeasuredOp._fields[path[-1]] if "measured" in path else path[-1]) if isinstance(name, str)]
+    assert named[-1] in message and "\n" not in message and len(message) < 200
+
+
 # ---- whole or not at all ---------------------------------------------------------------------------------------------
 
 
@@ -539,6 +579,21 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"^{tmp_path}/no/f: there is no directory {tmp_path}/no$"):
         write_file(tmp_path / "no" / "f", b"")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_regular_file_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
+    os.mkfifo("pipe")
+    Path("to-pipe").symlink_to("pipe")
+    Path("to-itself").symlink_to("to-itself")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind("socket")
+        before = {path.name: path.lstat().st_ino for path in Path().iterdir()}
+        for name in ("pipe", "to-pipe", "to-itself", "socket"):
+            with pytest.raises(ValueError, match=rf"^{name}: must be a regular file or new, not a device, .*$"):
+                write_file(name, b"x")
+        assert {path.name: path.lstat().st_ino for path in Path().iterdir()} == before
+    assert Path("pipe").is_fifo() and Path("socket").is_socket()
 
 
 def test_a_link_is_written_through_and_permissions_are_the_users(tmp_path: Path) -> None:

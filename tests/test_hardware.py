@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.hardware import H200, HardwareProfile, Link, MeasuredOp, SharingRow
+from megatrain.hardware import H200, MOST, HardwareProfile, Link, MeasuredOp, SharingRow
 
 
 def test_the_measured_machine_says_where_its_numbers_come_from() -> None:
@@ -63,6 +63,15 @@ def test_compute_needs_both_precisions_and_one_duration_a_combination() -> None:
         replace(H200.compute, measured=(row, row._replace(duration_ns=6)))
     with pytest.raises(ValueError, match="a duration > 0"):
         replace(H200.compute, measured=(row._replace(duration_ns=0),))
+
+
+def test_a_measured_op_may_be_as_large_as_the_most_and_no_larger() -> None:
+    counts = {name: MOST[name] for name in ("numel", "tokens", "seq_len")}
+    row = MeasuredOp("forward", "layer", **counts, duration_ns=MOST["ns"])
+    assert replace(H200.compute, measured=(row,)).measured == (row,)
+    for name in (*counts, "duration_ns"):
+        with pytest.raises(ValueError, match=rf"hardware\.compute\.measured\[0\]\.{name}: must be at most .*, got "):
+            replace(H200.compute, measured=(row._replace(**{name: getattr(row, name) + 1}),))
 
 
 def test_profiles_are_values() -> None:

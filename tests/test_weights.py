@@ -6,6 +6,9 @@ from __future__ import annotations
 import json
 import os
 import struct
+import subprocess
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -412,3 +415,38 @@ def test_reading_ahead_reads_every_byte_once(sharded: Path, monkeypatch: pytest.
     assert sum(seen) == weights.nbytes == sum(path.stat().st_size for path in files)
     files[0].unlink()
     weights.read_ahead().join(60)  # what is wrong is said where a weight is asked for
+
+
+def test_reading_ahead_ends_with_its_block(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, seen, go_on = open_weights(sharded, MODEL), [], threading.Event()
+    monkeypatch.setattr(weights_module, "_PIECE", 100)
+
+    def slow(file: int, buffers: list[bytearray], offset: int) -> int:
+        seen.append(offset)
+        go_on.wait(60)
+        return 0
+
+    monkeypatch.setattr(os, "preadv", slow)
+    with weights.read_ahead() as ahead:
+        pass
+    go_on.set()
+    ahead.join(60)
+    assert len(seen) <= weights_module._READERS < weights.nbytes // 100
+
+
+def test_a_process_that_ends_while_it_reads_ahead_ends_at_once_and_says_nothing(single: Path) -> None:
+    code = f"""
+import os, threading
+from megatrain import weights
+from megatrain.model import ModelSpec
+weights._PIECE = 1
+begun, preadv = threading.Event(), os.preadv
+def noted(*arguments):
+    begun.set()
+    return preadv(*arguments)
+os.preadv = noted
+weights.open_weights({str(single)!r}, ModelSpec.from_config({CONFIG!r}, name="small")).read_ahead()
+assert begun.wait(60)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -128,12 +128,12 @@ def simulate(
     lane), stalls_ns (of the compute lane in all steps, by cause), device_bytes, host_bytes, notes, out. With --sweep: csv, png,
     points.
     """
-    from megatrain.cli.predict import predict, refuse_too_large, simple_plan, swept
+    from megatrain.cli.predict import SWEEP_FILES, beyond_positions, predict, refuse_too_large, simple_plan, swept
 
     if sweep is not None:
         if out is not None:
             raise ValueError("--out: has no meaning with --sweep, which writes into its own folder")
-        check_folder("--sweep", sweep)
+        check_folder("--sweep", sweep, files=SWEEP_FILES)
     elif (depths, chunks) != (_DEPTHS, _CHUNKS):
         raise ValueError("--sweep: is missing; --depths and --chunks say what it sweeps")
     if out is not None:
@@ -149,12 +149,14 @@ def simulate(
         if sweep is not None:
             cells = o.integers("--depths", depths), o.sizes("--chunks", chunks)
             refuse_too_large(spec, recipe, replace(plan, weight_slots=min(cells[0])), machine)
+            show.note(beyond_positions(spec, recipe))
             swept(spec, recipe, plan, machine, *cells, sweep, as_json=as_json)
             return
         with show.progress("simulate") as bar:
             bar(None, f"{steps} steps")
             book = refuse_too_large(spec, recipe, plan, machine)
             found = predict(Job(model=name, recipe=recipe, plan=plan), spec, machine, steps=steps)
+    show.note(beyond_positions(spec, recipe))
     if out is not None:
         save_record(out, found.record)
     if as_json:
@@ -193,7 +195,7 @@ def plan(
     JSON fields: out, step_ns, tokens_per_s, binding (what binds it, in words), default_step_ns (null: the default plan does not
     fit), device_bytes, host_bytes, simulated (how many plans).
     """
-    from megatrain.cli.predict import usable_seeds
+    from megatrain.cli.predict import beyond_positions, usable_seeds
     from sim.planner import explain, plan_for
 
     check_file("--out", out, inputs=o.read_by(None, model, hardware))
@@ -209,6 +211,7 @@ def plan(
         planned = plan_for(
             spec, recipe, machine, seeds=seeds, progress=lambda what, done: bar(None, f"{what} ({done} simulated)")
         )
+    show.note(beyond_positions(spec, recipe))
     said = (
         f"{spec.name} on {machine.name}: {planned.step_ns / 1e9:.4g} s a step, {planned.tokens_per_s:,.0f} tokens/s predicted"
     )
@@ -217,7 +220,7 @@ def plan(
         show.json_object({
             "out": str(out), "step_ns": planned.step_ns, "tokens_per_s": planned.tokens_per_s, "binding": planned.binding,
             "default_step_ns": planned.default_step_ns, "device_bytes": planned.ledger.device_nbytes(),
-            "host_bytes": planned.ledger.host_nbytes(), "simulated": planned.simulated,
+            "host_bytes": planned.ledger.host_nbytes(), "simulated": planned.simulated + planned.in_full,
         })  # fmt: skip
         return
     show.text(explain(planned))
@@ -288,9 +291,11 @@ def compare(
         raise ValueError(f"compare: files must come in pairs, PREDICTED MEASURED; {files[-1]} has no other half")
     with show.progress("compare") as bar:
         bar(None, "tables and pictures")
-        from megatrain.cli.report import compared, figures_of, tell
+        from analysis.report import FILES
+        from megatrain.cli.report import Named, compared, figures_of, tell
 
-        records = [load_record(path) for path in files]
+        check_folder("--out", out, files=FILES.values())
+        records = [Named(path, load_record(path)) for path in files]
         report = compared(list(zip(records[::2], records[1::2], strict=True)), out, tolerance=tolerance)
     if as_json:
         show.json_object(figures_of(report))

@@ -102,7 +102,10 @@ def run_demo(folder: Path, *, steps: int, device: str, seed: int, as_json: bool 
     show.text(f"  loss, means of {tenth} steps: {'  '.join(f'{mean:.2f}' for mean in means)}")
 
     say(started, "predicted and measured, side by side")
-    report = reports.compared([(prediction.record, measured)], folder / "report", tolerance=0.3)
+    pair = (
+        reports.Named(folder / "predicted.json.gz", prediction.record), reports.Named(folder / "measured.json.gz", measured)
+    )  # fmt: skip
+    report = reports.compared([pair], folder / "report", tolerance=0.3)
     reports.tell(report, tolerance=0.3)
     conclude(prediction, report, started)
     if as_json:

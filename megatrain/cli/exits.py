@@ -63,6 +63,17 @@ def said_of(path: Path | None) -> Iterator[None]:
         raise ValueError(f"{path}: {problem}") from None
 
 
+@contextmanager
+def naming(name: str | Path) -> Iterator[None]:
+    """Put the file before messages about what was read from it, where they do not begin with it. A bug stays one."""
+    try:
+        yield
+    except ValueError as problem:
+        if not _raised_here(problem) or str(problem).startswith(f"{name}: "):
+            raise
+        raise ValueError(f"{name}: {problem}") from None
+
+
 def _raised_here(problem: Exception) -> bool:
     frame: Any = problem.__traceback__
     while frame is not None and frame.tb_next is not None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megatrain.catalog import model_spec
 from megatrain.cli import show
 from megatrain.derive import Facts, StepTime, derive, step_time
-from megatrain.files import Job, Record, write_file
+from megatrain.files import Job, Record, refuse_irregular, write_file
 from megatrain.hardware import HardwareProfile
 from megatrain.model import ModelSpec
 from megatrain.plan import Plan
@@ -21,6 +21,9 @@ from sim.ledger import Ledger, fits, ledger, shortages
 from sim.planner import Infeasible, default_plan
 from sim.simulate import simulate
 from sim.sweep import Steady, steady
+
+SWEEP_FILES = ("sweep.csv", "sweep.png")
+"""What a sweep writes into its folder."""
 
 
 class Prediction(NamedTuple):
@@ -70,6 +73,17 @@ def refuse_too_large(model: ModelSpec, recipe: Recipe, plan: Plan, machine: Hard
     if short is not None:
         raise Infeasible(f"{model.name} on {machine.name}: {short}", (short,))
     return book
+
+
+def beyond_positions(model: ModelSpec, recipe: Recipe) -> str | None:
+    """A line for whoever trains on longer sequences than the model was made for, which is allowed; else None."""
+    most = model.max_position_embeddings
+    if recipe.seq_len <= most:
+        return None
+    return (
+        f"sequences of {recipe.seq_len:,} tokens (seq_len) go beyond the {most:,} positions of {model.name}"
+        " (max_position_embeddings): this is allowed, but its weights may not know the others"
+    )
 
 
 def usable_seeds(job: Job | None, model: ModelSpec, recipe: Recipe, machine: HardwareProfile) -> tuple[Plan, ...]:
@@ -130,25 +144,31 @@ def swept(
     model: ModelSpec, recipe: Recipe, plan: Plan, machine: HardwareProfile, depths: Sequence[int], chunks: Sequence[int],
     folder: Path, *, as_json: bool,
 ) -> None:  # fmt: skip
-    """Simulate every depth with every chunk size; sweep.csv and sweep.png in `folder`, and the table."""
+    """Simulate every depth with every chunk size; `SWEEP_FILES` in `folder`, and the table."""
     from analysis.plots import plot_sweep, sweep_table
     from analysis.tables import format_table
     from sim.planner import sweep
 
     with show.progress("sweep") as bar:
-        points = sweep(model, recipe, plan, machine, depths, chunks, lambda what, done: bar(None, f"{what} ({done})"))
+        cells = len(depths) * len(chunks)
+        points = sweep(
+            model, recipe, plan, machine, depths, chunks,
+            lambda what, done: bar(done / cells, f"{what} ({done} of {cells} simulated)"),
+        )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     table = sweep_table(points)
-    write_file(folder / "sweep.csv", table.to_csv(index=False).encode())
-    plot_sweep(points, folder / "sweep.png", model_name=model.name)
+    csv, png = (folder / name for name in SWEEP_FILES)
+    write_file(csv, table.to_csv(index=False).encode())
+    refuse_irregular(png)
+    plot_sweep(points, png, model_name=model.name)
     if as_json:
-        show.json_object({"csv": str(folder / "sweep.csv"), "png": str(folder / "sweep.png"), "points": len(points)})
+        show.json_object({"csv": str(csv), "png": str(png), "points": len(points)})
         return
     chunks_said = [show.format_bytes_short(n) if n else "whole blocks" for n in table["chunk_bytes"]]
     said = table.assign(chunk=chunks_said, enough=["yes" if enough else "" for enough in table["enough"]])
     columns = ["chunk", "weight_slots", "step_ns", "over_best_ratio", "enough"]
     show.text(format_table(said[columns], title=f"{model.name} on {machine.name}"))
-    show.text(f"written to {folder / 'sweep.csv'} and {folder / 'sweep.png'}")
+    show.text(f"written to {csv} and {png}")
 
 
 def now() -> str:

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from analysis.compare import ForeignTrace, common
+from analysis.compare import ForeignTrace, common, refuse_foreign
 from analysis.plots import ThroughputPoint
 from analysis.report import Report, mispredicted, write_report
 from analysis.tables import format_table
 from megatrain.cli import show
+from megatrain.cli.exits import naming
 from megatrain.derive import derive, settled
 from megatrain.files import Record
 from megatrain.schedule import Schedule, lower
 
-Pair = tuple[Record, Record]
+
+class Named(NamedTuple):
+    """A record and its file, which messages begin with."""
+
+    file: Path
+    record: Record
+
+
+Pair = tuple[Named, Named]
 """A prediction and the run it is of."""
 
 
 def compared(pairs: Sequence[Pair], folder: Path, *, tolerance: float) -> Report:
-    """The report of the first of `pairs`, with the throughput of all. ForeignTrace where the two of a pair are of different
-    schedules."""
-    points = [point(schedule_of(*pair), *pair) for pair in pairs]
-    predicted, measured = pairs[0]
-    schedule = schedule_of(predicted, measured)
+    """The report of the first of `pairs`, with the throughput of all. ValueError, naming the file, for a trace that is damaged
+    or not of its own job, and where the two of a pair are of different schedules."""
+    schedules = [schedule_of(*pair) for pair in pairs]
+    points = [point(schedule, *pair) for schedule, pair in zip(schedules, pairs, strict=True)]
+    schedule, predicted, measured = schedules[0], pairs[0][0].record, pairs[0][1].record
     traces = common(predicted.trace, measured.trace)
     return write_report(
         folder, schedule, *traces, tokens_per_step=measured.job.recipe.tokens_per_step, model_name=measured.model_name,
@@ -32,38 +41,47 @@ def compared(pairs: Sequence[Pair], folder: Path, *, tolerance: float) -> Report
     )  # fmt: skip
 
 
-def point(schedule: Schedule, predicted: Record, measured: Record) -> ThroughputPoint | None:
+def point(schedule: Schedule, predicted: Named, measured: Named) -> ThroughputPoint | None:
     """Tokens/s of both; None where no two steps ran in a row."""
-    recipe = measured.job.recipe
+    run = measured.record
+    recipe = run.job.recipe
+    with naming(f"{predicted.file} and {measured.file}"):
+        traces = common(predicted.record.trace, run.trace)
     rates = []
-    for trace in common(predicted.trace, measured.trace):
-        times = derive(schedule, trace).step_times_ns
+    for named, trace in zip((predicted, measured), traces, strict=True):
+        with naming(named.file):
+            times = derive(schedule, trace).step_times_ns
         if not times:
             return None
         rates.append(recipe.tokens_per_step * 1e9 / settled(times).mean_ns)
     return ThroughputPoint(
-        label=f"{measured.model_name}, {recipe.tokens_per_step:,} tokens, {measured.job.plan.update}",
+        label=f"{run.model_name}, {recipe.tokens_per_step:,} tokens, {run.job.plan.update}",
         predicted_tokens_per_s=rates[0],
         measured_tokens_per_s=rates[1],
     )
 
 
-def schedule_of(predicted: Record, measured: Record) -> Schedule:
+def schedule_of(predicted: Named, measured: Named) -> Schedule:
     """The schedule that both are of."""
-    schedule = lower(measured.model_spec(), measured.job.recipe, measured.job.plan)
-    if lower(predicted.model_spec(), predicted.job.recipe, predicted.job.plan).digests() != schedule.digests():
+    schedules = []
+    for role, (file, record) in (("predicted", predicted), ("measured", measured)):
+        with naming(file):
+            schedule = lower(record.model_spec(), record.job.recipe, record.job.plan)
+            refuse_foreign(schedule, record.trace, role)
+            schedules.append(schedule)
+    if schedules[0].digests() != schedules[1].digests():
         raise ForeignTrace(
-            f"predicted is of {predicted.model_name} and measured of {measured.model_name} under another recipe or plan: they ran"
-            " different schedules"
+            f"{predicted.file} is of {predicted.record.model_name} and {measured.file} of {measured.record.model_name} under"
+            " another recipe or plan: they ran different schedules"
         )
-    for role, record, right in (
-        ("first", predicted, predicted.trace.source == "sim"),
-        ("second", measured, measured.trace.source != "sim"),
+    for role, (file, record), right in (
+        ("first", predicted, predicted.record.trace.source == "sim"),
+        ("second", measured, measured.record.trace.source != "sim"),
     ):
         if not right:
             wanted = "a prediction, which simulate writes" if role == "first" else "a run, which run writes"
-            raise ValueError(f"compare: the {role} file must be {wanted}; its trace comes from {record.trace.source}")
-    return schedule
+            raise ValueError(f"{file}: the {role} file must be {wanted}; its trace comes from {record.trace.source}")
+    return schedules[1]
 
 
 def tell(report: Report, tolerance: float) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,7 +21,7 @@ from megatrain.cli import show
 from megatrain.cli.exits import said_of
 from megatrain.cli.options import read_by
 from megatrain.cli.outputs import check_file, check_folder
-from megatrain.cli.predict import now, refuse_too_large
+from megatrain.cli.predict import beyond_positions, now, refuse_too_large
 from megatrain.data import SyntheticData, open_data
 from megatrain.derive import step_time
 from megatrain.engine.engine import Engine, MemoryUse
@@ -78,10 +79,12 @@ def run_job(
         weights: Mapping[str, Tensor] = RandomWeights(model, seed) if random_weights else _weights(job, model)
         with show.progress("lower the plan"):  # long where chunks are small
             schedule = lower(model, job.recipe, job.plan)
-    if isinstance(weights, Weights) and book.host_nbytes() + weights.nbytes <= usable_memory():
-        weights.read_ahead()  # while memory is touched
-    batches, counts = _batches(data, job, model, tokenizer, seed)
-    trained = train_shown(job, model, weights, batches, steps=steps, device=place, save=save)
+    with ExitStack() as ahead:
+        if isinstance(weights, Weights) and book.host_nbytes() + weights.nbytes <= usable_memory():
+            ahead.enter_context(weights.read_ahead())  # while data is opened and memory touched
+        batches, counts = _batches(data, job, model, tokenizer, seed)
+        show.note(beyond_positions(model, job.recipe))
+        trained = train_shown(job, model, weights, batches, steps=steps, device=place, save=save)
     start, first_s = trained.start, trained.steps[0].seconds
     record = record_of(job, model, trained, place)
     save_record(out, record)
@@ -128,7 +131,7 @@ def train_shown(
     save: Path | None = None,
 ) -> Trained:  # fmt: skip
     """`train` with a progress bar; `save`: where the trained weights go, as FP32 safetensors beside the model's other files."""
-    with show.progress("train") as bar:
+    with _file_named(weights), show.progress("train") as bar:
         bar(None, "touch memory")
 
         def on_start(loaded: float) -> None:
@@ -235,6 +238,20 @@ def _weights(job: Job, model: ModelSpec) -> Mapping[str, Tensor]:
     if directory is None:
         raise ValueError(f"model: {job.model} is a shape without weights; name a Hugging Face directory, or use --random-weights")
     return open_weights(directory, model)
+
+
+@contextmanager
+def _file_named(weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Name the file in messages about a weight that is read from one: the engine knows tensors alone, and begins with the name
+    of one (`weights: 'NAME' is not finite`, `NAME: a master weight must be ...`)."""
+    try:
+        yield
+    except ValueError as problem:
+        text = str(problem).removeprefix("weights: ")
+        name = text.split(" ", 1)[0].strip("':")
+        if not isinstance(weights, Weights) or name not in weights:
+            raise
+        raise ValueError(f"{weights.files[name]}: {text}") from None
 
 
 def _save_beside(directory: Path, job: Job, model: ModelSpec) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
@@ -30,6 +31,7 @@ err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 SAID_EVERY_S = 10.0
 """Between two lines of progress where there is no terminal."""
+_SHORTEST_WAIT_S = 0.01
 
 
 def seconds(ns: float) -> str:
@@ -127,6 +129,12 @@ def notes(lines: Sequence[str]) -> None:
         text(f"note: {line}")
 
 
+def note(line: str | None) -> None:
+    """A line on standard error for whoever reads no table, if there is one to say."""
+    if line is not None:
+        err.print(f"note: {line}", soft_wrap=True)
+
+
 def profile(found: HardwareProfile) -> None:
     """A calibrated machine, in its main figures."""
     rate = found.compute.flops_per_s
@@ -150,29 +158,66 @@ def profile(found: HardwareProfile) -> None:
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[float | None, str], None]]:
     """A bar on standard error, gone when it is done; a call gives the share that is done (None: unknown) and what is being done.
-    Where standard error is no terminal, nothing is drawn; there, what takes long says so in a line at most every `SAID_EVERY_S`
-    seconds."""
+    Where standard error is no terminal, nothing is drawn; there, what takes long says so in a line every `SAID_EVERY_S` seconds,
+    called or not, for as long as the context lasts."""
     columns = (
         BarColumn(bar_width=16),
         TimeElapsedColumn(),
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
     )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:
+    if not err.is_terminal:
+        lines = _Lines(title)
+        with lines:
+            yield lines.say
+        return
+    with Progress(*columns, console=err, transient=True) as bars:
         task = bars.add_task(title, total=None)
 
-        begin = said = monotonic()
-
-        def say(done: float | None, text: str) -> None:
-            nonlocal said
-            now = monotonic()
-            if not err.is_terminal and now - said >= SAID_EVERY_S:
-                said = now
-                share = "" if done is None else f"{done:.0%}, "
-                err.print(f"{title}: {share}{now - begin:.0f} s: {text}", soft_wrap=True)
+        def draw(done: float | None, text: str) -> None:
             total = None if done is None else 1.0
             bars.update(task, total=total, completed=done or 0.0, description=f"{title}: {text}")
 
-        yield say
+        yield draw
+
+
+class _Lines:
+    """Progress in lines. One is due every `SAID_EVERY_S`: whoever calls `say` prints it, or a thread does where nobody calls for
+    longer than that (a step of minutes)."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._done: float | None = None
+        self._text = ""
+        self._begin = self._said = monotonic()
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._wait, name=f"megatrain progress: {title}", daemon=True)
+
+    def __enter__(self) -> None:
+        if SAID_EVERY_S <= threading.TIMEOUT_MAX:
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()  # so that no line follows what the caller prints next
+
+    def say(self, done: float | None, text: str) -> None:
+        with self._lock:
+            self._done, self._text = done, text
+            self._print_if_due()
+
+    def _wait(self) -> None:
+        while not self._ended.wait(max(self._said + SAID_EVERY_S - monotonic(), _SHORTEST_WAIT_S)):
+            with self._lock:
+                self._print_if_due()
+
+    def _print_if_due(self) -> None:
+        now = monotonic()
+        if now - self._said >= SAID_EVERY_S and not self._ended.is_set():
+            self._said = now
+            share = "" if self._done is None else f"{self._done:.0%}, "
+            what = f": {self._text}" if self._text else ""
+            err.print(f"{self._title}: {share}{now - self._begin:.0f} s{what}", soft_wrap=True)
 
 
 def format_bytes_short(nbytes: int) -> str:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from megatrain.files.fields import build, format_bytes, parse_bytes, plain, short, without_defaults
-from megatrain.files.text import dump_json, dump_yaml, parse_json, parse_yaml, read_text, write_file
+from megatrain.files.text import dump_json, dump_yaml, parse_json, parse_yaml, read_text, refuse_irregular, write_file
 from megatrain.hardware import HardwareProfile
 from megatrain.model import ModelSpec
 from megatrain.plan import Plan
@@ -39,7 +39,7 @@ from megatrain.trace import Trace
 
 __all__ = [
     "Job", "Record", "StepFigures", "format_bytes", "load_hardware", "load_job", "load_record", "parse_bytes",
-    "save_hardware", "save_job", "save_record", "write_file",
+    "refuse_irregular", "save_hardware", "save_job", "save_record", "write_file",
 ]  # fmt: skip
 
 RECORD_VERSION = 1

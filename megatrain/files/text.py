@@ -27,12 +27,11 @@ LINE = 120
 def write_file(path: str | Path, data: bytes) -> None:
     """Replace the file by `data`, whole or not at all: written beside it, synced, renamed. A failure leaves nothing behind.
 
-    ValueError for a directory and for a file in a directory that does not exist; OSError for what the system refuses (a full
-    disk).
+    ValueError for what exists and is no regular file (`refuse_irregular`) and for a file in a directory that does not exist;
+    OSError for what the system refuses (a full disk).
     """
+    refuse_irregular(path)
     target = Path(os.path.realpath(path))  # through a symbolic link, not over it
-    if target.is_dir():
-        raise ValueError(f"{path}: is a directory, not a file")
     if not target.parent.is_dir():
         raise ValueError(f"{path}: there is no directory {Path(path).parent}")
     temporary = target.with_name(f".{secrets.token_hex(8)}.part")
@@ -52,6 +51,16 @@ def write_file(path: str | Path, data: bytes) -> None:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def refuse_irregular(path: str | Path) -> None:
+    """ValueError for a path that is there and, followed through symbolic links, no regular file: to replace a device or a FIFO by
+    a file would take it from everyone who uses it."""
+    target = os.path.realpath(path)
+    if os.path.isdir(target):
+        raise ValueError(f"{path}: is a directory, not a file")
+    if os.path.lexists(target) and not os.path.isfile(target):
+        raise ValueError(f"{path}: must be a regular file or new, not a device, a FIFO, a socket or a link to itself")
 
 
 def read_text(path: str | Path) -> str:

@@ -258,7 +258,7 @@ void run(const Update& u, int threads) {
 }
 
 // Counts up to `value`, unless somebody has counted further; false then.
-bool raise(uint32_t* count, uint32_t value) {
+bool count_up(uint32_t* count, uint32_t value) {
     uint32_t now = __atomic_load_n(count, __ATOMIC_RELAXED);
     do {
         if (int32_t(value - now) < 0) return false;
@@ -277,7 +277,7 @@ int64_t series(const Update* updates, int64_t count, int threads, uint32_t* ende
         if (spans) spans[2 * k] = now();
         run<Master, Gradient>(updates[k], threads);
         if (spans) spans[2 * k + 1] = now();
-        if (ended && !raise(ended, first + uint32_t(k))) return k + 1;
+        if (ended && !count_up(ended, first + uint32_t(k))) return k + 1;
     }
     return count;
 }

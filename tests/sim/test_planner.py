@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, get_args
@@ -12,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatrain.derive import step_time
-from megatrain.hardware import H200, HardwareProfile, Link
+from megatrain.hardware import H200, MOST, HardwareProfile, Link, SharingRow
 from megatrain.model import ModelSpec
 from megatrain.plan import Placement, Plan
 from megatrain.recipe import Recipe
@@ -216,18 +217,60 @@ def test_spare_memory_is_used_and_explained(roomy: Planned) -> None:
     planned = plan_for(model, recipe, SLOW, gpu_memory=tight, progress=lambda text, count: seen.append((text, count)))
     assert roomy.step_ns < planned.step_ns < (planned.default_step_ns or 0)
     assert roomy.plan.placement_of("layer", 0) == "resident"
-    assert seen and seen[-1][1] > 0
+    counts = [count for _, count in seen]
+    assert counts == sorted(counts) and counts[-1] >= planned.simulated + planned.in_full
+    own = [text for text, _ in seen if not text.startswith("with ")]
+    others = [text for text, _ in seen[len(own) :]]
+    assert own == [text for text, _ in seen[: len(own)]]  # once the answer is found, all that is said is of other machines
+    assert {text.split(": ")[0] for text in others} >= {
+        "with +16 GiB of GPU memory", "with 2x the link's rates", "with 2x the CPU optimizer's rate"
+    }  # fmt: skip
+    assert any(text.startswith("with +16 GiB of GPU memory: descending, ") for text in others)
     of = {m.text: m for m in planned.marginals}
     assert of["+16 GiB of GPU memory"].delta_ns <= 0.8 * (roomy.step_ns - planned.step_ns)
     assert all(m.delta_ns <= 0 for m in planned.marginals if m.how == "re-planned")
     # Where blocks pass through the device for their update, the CPU need not bind.
     passing = "streamed_adam" in planned.plan.placement.values()
     assert of["2x the CPU optimizer's rate"].delta_ns <= 0 if passing else of["2x the CPU optimizer's rate"].delta_ns < 0
-    assert planned.considered >= planned.simulated > 0 and planned.bounded > 0
+    assert planned.considered == planned.short + planned.bounded + planned.simulated
+    assert planned.simulated > 0 and planned.bounded > 0 and planned.in_full > 0
     text = explain(planned)
     for piece in ("tiny on slow", "Default plan", "Runner-up", "Binding", "adam_threads", "moments", "+16 GiB", "Searched"):
         assert piece in text
+    said = next(line for line in text.splitlines() if line.startswith("Searched: "))
+    considered, *parts = (int(figure.replace(",", "")) for figure in re.findall("[0-9][0-9,]*", said.partition(";")[0]))
+    assert considered == sum(parts) and f"; {planned.in_full} plans simulated in full." in said
     assert text.splitlines()[0].endswith("(simulated)") and all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_a_machine_of_all_that_a_profile_may_hold_can_be_planned_for() -> None:
+    rate, ns = MOST["bytes_per_s"], MOST["ns"]
+    machines = [
+        replace(
+            H200, device_memory_bytes=MOST["bytes"], host_memory_bytes=MOST["bytes"], cores=MOST["cores"],
+            h2d=Link(latency_ns=late, rates=((1, rate),)), d2h=Link(latency_ns=late, rates=((1, rate),)), host_op_ns=late,
+            adam_rates=((MOST["threads"], rate),), dram_bytes_per_s=rate, sharing=(
+                SharingRow(adam_threads=MOST["threads"], h2d_bytes_per_s=rate, d2h_bytes_per_s=rate, adam_bytes_per_s=rate),
+            ),
+            compute=replace(
+                H200.compute, flops_per_s=dict.fromkeys(("bf16", "fp32"), MOST["flops_per_s"]), launch_ns=late,
+                attention_flops_per_s=MOST["flops_per_s"], memory_bytes_per_s=rate,
+            ),
+        )
+        for late in (0, ns)
+    ]  # fmt: skip
+    model, recipe = ModelSpec.from_config(_TINY, name="tiny"), Recipe(micro_batches=2, seq_len=16)
+    quick, late = (plan_for(model, recipe, machine, gpu_memory=1 << 40) for machine in machines)
+    assert 0 < quick.step_ns < ns <= late.step_ns and "Searched" in explain(late)
+
+
+def test_a_lack_of_memory_is_said_with_separators() -> None:
+    model = ModelSpec.from_config(_TINY, name="tiny")
+    recipe = Recipe(micro_batch_size=1 << 24, seq_len=1 << 10, loss_tile=1 << 20)
+    short = fits(ledger(model, recipe, Plan(), SLOW), SLOW)
+    assert short is not None and re.search(r"; [0-9]{1,3}(,[0-9]{3})+\.[0-9]{2} GiB more device memory", str(short))
+    with pytest.raises(Infeasible, match=r"would help: [0-9]{1,3}(,[0-9]{3})+\.[0-9]{2} GiB more "):
+        _plan(model, recipe, SLOW)
 
 
 def test_the_default_and_seeds_are_compared_with_what_the_search_finds(
