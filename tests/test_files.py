@@ -129,6 +129,14 @@ def records(draw: st.DrawFn) -> Record:
 # ---- what is written reads back equal --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("text", ["0\x85", "\x85", "a\u2028b", "\u2029 ", "a\nb\n", "\r", "\r\n", " \x85 \ufeff", "a: b # c"])
+def test_a_name_with_any_break_of_a_line_reads_back_equal(tmp_path: Path, text: str) -> None:
+    job = Job(model=f"0{text}", recipe=Recipe(), plan=Plan())
+    for model in (job.model, f"{text}0"):
+        save_job(tmp_path / "plan.yaml", replace(job, model=model))
+        assert load_job(tmp_path / "plan.yaml") == replace(job, model=model)
+
+
 @QUICK
 @given(job=jobs(), comment=texts)
 def test_a_job_reads_back_equal(tmp_path: Path, job: Job, comment: str) -> None:

@@ -163,6 +163,13 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        # In double quotes all line breaks of YAML are escaped; in single ones some are written, and read as spaces.
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _BREAKS.intersection(text) else None)
+
+
+_BREAKS = frozenset("\n\r\x85\u2028\u2029")
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 _FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 for _class in (_Loader, _Dumper):
