@@ -31,9 +31,11 @@ demo: install
 	rm -rf build/demo
 	$(BIN)/megatrain demo --out build/demo
 
-# The long forms of the property tests: 1,000 plans for bitwise equality, 200 schedules for mutations.
+# The long forms of the property tests (1,000 plans for bitwise equality, 200 schedules for mutations), and all of the short ones on
+# other examples than those of `make test`.
 soak: install
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest --hypothesis-profile=random -m slow
+	$(BIN)/python -m pytest --hypothesis-profile=random -m "not slow and not cuda"
 
 bench: install
 	$(BIN)/python -m sim.bench

@@ -1,4 +1,5 @@
-"""Fixtures of the tests of the command line: a folder of files to work on, and the program."""
+"""Fixtures of the tests of the command line: a folder of files to work on, and the program. And how property tests draw: the same
+examples at every run, so that what passed passes again; `make soak` draws others each time."""
 
 from __future__ import annotations
 
@@ -7,9 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.commands import Commands
+
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("random", derandomize=False)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")
