@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from megatrain.hardware import HardwareProfile
 from megatrain.plan import Plan
 from papers.h200 import rows
 from papers.h200.models import qwen
-from papers.h200.rows import MACHINE_RATES, ROWS, checksums, main, rates_of
+from papers.h200.rates import MACHINE_RATES, rates_of
+from papers.h200.rows import ROWS, checksums, main
 from papers.h200.workload import RandomWeights, batches
 
 
@@ -68,6 +70,20 @@ def test_blocks_are_calibrated_once_for_all_rows_that_they_are_the_same_for(
     assert len(later) == 1
     measured = load_hardware(tmp_path / "calibrated.json").compute.measured
     assert {len({op.tokens for op in measured if op.kind == kind}) for kind in ("forward", "recompute_backward")} == {2}
+
+
+def test_a_row_that_fails_is_a_line_with_an_error_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "import json, sys; input(); {}"
+    works = "print('measured'); print(json.dumps({'step_s': 1}))"
+    commands = {"7b-all-4096": code.format("sys.exit('too bad')"), "7b-24-16384": code.format(works)}
+    monkeypatch.setattr(rows, "child_command", lambda name, *rest: [sys.executable, "-c", commands[name]])
+    assert main(["measure", *commands, "--device", "cpu", "--out", str(tmp_path)]) == 1
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert capsys.readouterr().out.splitlines() == (tmp_path / "rows.jsonl").read_text().splitlines()
+    assert lines[0] == {"row": "7b-all-4096", "error": "ended with 1: too bad", "out_of_memory": None}
+    assert lines[1]["row"] == "7b-24-16384" and lines[1]["step_s"] == 1
 
 
 def test_a_checksum_sees_every_byte_of_a_blocks_weights() -> None:

@@ -473,7 +473,7 @@ class Engine:
             at = p.offset
             for piece in torch.split(value.reshape(-1), PIECE_ELEMENTS):
                 place, at = slice(at, at + piece.numel()), at + piece.numel()
-                # Both are NaN where any is. To ask every value takes several times as long as to copy it.
+                # Both are NaN where any is. To ask every value would take longer than to copy it.
                 if not all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(piece)):
                     raise ValueError(f"weights: {p.name!r} is not finite")
                 if self.schedule.recipe.precision == "fp32":

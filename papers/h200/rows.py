@@ -5,8 +5,8 @@ plans, `... measure [names ...]` runs them.
 
 A row is a model, the GPU memory that may be used, tokens a step and a recipe. Plans are chosen by the planner with
 `results/calibrated.json` and committed under `plans/`, so that what was measured can be read. `measure` runs rows one after the
-other on one GPU, each in a process of its own, and appends one JSON line a row to DIR/rows.jsonl; `python -m papers.h200.table`
-makes the table of these.
+other on one GPU, each in a process of its own, and appends one JSON line a row to DIR/rows.jsonl: figures, or `error`. What the
+processes print is in DIR/rows.log. `python -m papers.h200.table` makes the table of these.
 
 GPU memory is what a process beside the row's sees: the largest use by all processes during the row, less what was used before the
 row's process made its context. Host memory is the largest resident size of the row's process.
@@ -15,20 +15,18 @@ row's process made its context. Host memory is the largest resident size of the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
-import math
+import os
 import statistics
-import subprocess
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
 import torch
 
@@ -39,21 +37,16 @@ from megatrain.calibrate.host import Host
 from megatrain.calibrate.machine import cpu_name, usable_memory
 from megatrain.derive import by_cause, derive
 from megatrain.engine.engine import Engine
-from megatrain.engine.memory import buffer
 from megatrain.files import Job, load_hardware, load_job, save_hardware, save_job, save_record
-from megatrain.files.fields import plain, short
+from megatrain.files.fields import plain
 from megatrain.hardware import MeasuredOp
-from megatrain.layers.head import head_template
-from megatrain.layers.inputs import layer_inputs, make_inputs
-from megatrain.layers.template import layer_templates
 from megatrain.model import ModelSpec
-from megatrain.optim.constants import step_constants
-from megatrain.optim.kernel import Run, prepare_adamw
-from megatrain.recipe import AdamW, Recipe
+from megatrain.recipe import Recipe
 from papers.h200.floor import Rates, floor_s
 from papers.h200.measurement import reserved
-from papers.h200.microbenchmarks import device_rates
 from papers.h200.models import Device, qwen
+from papers.h200.process import answer, in_its_own_process
+from papers.h200.rates import MACHINE_RATES, block_seconds, machine_rates, rates_of
 from papers.h200.records import CALIBRATED, record, save_stalls
 from papers.h200.workload import RandomWeights, batches
 from sim.ledger import CUDA_CONTEXT, ledger
@@ -66,6 +59,8 @@ HEADROOM = (512 << 20, 100)
 one and all of the other."""
 WARM, MEASURED = 4, 6
 """Steps before the first measured one (the third may still capture graphs), and measured ones."""
+TIMEOUT_S = 420.0
+"""That a row may take."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,167 +172,6 @@ def blocks_of(device: Device, model: ModelSpec, recipe: Recipe) -> tuple[Measure
     return measure_blocks(place, model=model, recipe=recipe, budget_s=4.0, seed=0).measured
 
 
-STATE = (torch.bfloat16, torch.int16, torch.bfloat16, torch.float32, torch.float32)
-
-
-def machine_rates(device: Device, threads: int) -> dict[str, float]:
-    """Bytes a second: link up and down alone, the CPU optimizer alone, it and both directions together, the GPU's optimizer."""
-    if device == "cpu":
-        return dict.fromkeys(MACHINE_RATES, 1e9)
-    n, chunk = 1 << 28, 1 << 28
-    hi, lo, g, m, v = (buffer(n * of.itemsize, "cpu").view(of).zero_() for of in STATE)  # as the engine's state lies
-    constants = torch.from_numpy(step_constants(AdamW(), 1))
-    update = prepare_adamw((hi, lo), m, v, g, constants, [Run(0, n, True)], threads=threads)
-    here = {way: torch.zeros(chunk, dtype=torch.uint8, pin_memory=True) for way in ("up", "down")}
-    there = {way: torch.zeros(chunk, dtype=torch.uint8, device="cuda") for way in here}
-    streams = {way: torch.cuda.Stream() for way in here}
-
-    def copy(way: str) -> None:
-        with torch.cuda.stream(streams[way]):
-            target, source = (there, here) if way == "up" else (here, there)
-            target[way].copy_(source[way], non_blocking=True)
-
-    def alone(work: Callable[[], None], nbytes: int) -> float:
-        times = []
-        for _ in range(6):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            work()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-        return nbytes / statistics.median(times[1:])
-
-    found = {
-        "h2d_bytes_per_s": alone(lambda: copy("up"), chunk), "d2h_bytes_per_s": alone(lambda: copy("down"), chunk),
-        "adam_bytes_per_s": alone(lambda: update(), 26 * n), "gpu_adam_bytes_per_s": device_rates()["adamw"] * 1e9,
-    }  # fmt: skip
-    # Copies until the optimizer ends; the last ones overhang it by no more than a piece each.
-    copies, events, started = 0, [], time.perf_counter()
-    worker = threading.Thread(target=lambda: [update() for _ in range(4)])
-    worker.start()
-    while worker.is_alive():
-        for way in here:
-            copy(way)
-            copies += 1
-        events.append(streams["up"].record_event())
-        if len(events) > 2:
-            events.pop(0).synchronize()
-    torch.cuda.synchronize()
-    found["dram_bytes_per_s"] = (4 * 26 * n + copies * chunk) / (time.perf_counter() - started)
-    return found
-
-
-MACHINE_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", "adam_bytes_per_s", "gpu_adam_bytes_per_s", "dram_bytes_per_s")
-
-
-def block_seconds(model: ModelSpec, recipe: Recipe, device: Device) -> dict[str, float]:
-    """Seconds of a decoder layer's forward (first, and again) and backward and of the loss, one micro-batch of the recipe, alone
-    on the device."""
-    if device == "cuda":
-        from megatrain.engine.cuda import configure
-
-        configure(recipe)
-    made = RandomWeights(model, device)
-
-    def weights(params: Iterable[Any]) -> list[torch.Tensor]:
-        return [made[p.name].bfloat16().to(device) for p in params]
-
-    batch = {"input_ids": batches(model, recipe, 1)[0]["input_ids"][: recipe.micro_batch_size]}
-    inputs = {k: t.to(device) for k, t in make_inputs(model, dataclasses.replace(recipe, micro_batches=1), batch)[0].items()}
-    layer, head = layer_templates(model, attention=recipe.attention, compiled=recipe.compiled)[0], head_template(model)
-    of_layer, of_head = weights(model.layers[0].params), weights(model.head.params)
-    shape = (recipe.micro_batch_size, recipe.seq_len, model.hidden_size)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
-    sums = [torch.zeros(w.shape, device=device) for w in of_head]
-    saved: list[Any] = []
-    works: dict[str, Callable[[], Any]] = {
-        "layer_forward_s": lambda: saved.append(layer.forward(of_layer, x, layer_inputs(inputs))[1]),
-        "layer_again_s": lambda: layer.saved_by(of_layer, x, layer_inputs(inputs)),
-        "layer_backward_s": lambda: layer.backward(of_layer, saved.pop(), x),
-        "loss_s": lambda: head.loss_forward_backward(
-            of_head, x, inputs["targets"], recipe.tokens_per_step, recipe.loss_tile, sums, first=False
-        ),
-    }  # fmt: skip
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for name, seconds in timed(works, device):
-        times[name].append(seconds)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def timed(works: dict[str, Callable[[], Any]], device: Device) -> Iterator[tuple[str, float]]:
-    """Ten times through the works, in order. On a GPU as graphs, as the engine runs them, so that launches cost nothing."""
-    if device == "cpu":
-        for _ in range(10):
-            for name, work in works.items():
-                started = time.perf_counter()
-                work()
-                yield name, time.perf_counter() - started
-        return
-    from megatrain.engine.cuda import captured
-
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for work in works.values():  # compiles and loads what it needs
-            work()
-        torch.cuda.synchronize()
-        pool = torch.cuda.graph_pool_handle()
-        graphs = {name: captured(work, pool) for name, work in works.items()}
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(len(works) + 1)] for _ in range(12)]
-        for row in marks:
-            row[0].record()
-            for graph, mark in zip(graphs.values(), row[1:], strict=True):
-                graph.replay()
-                mark.record()
-        torch.cuda.synchronize()
-    for row in marks[2:]:
-        for name, begin, end in zip(works, row, row[1:], strict=False):
-            yield name, begin.elapsed_time(end) / 1e3
-
-
-class Watcher:
-    """A process beside this one that sees what the GPU has left, whoever took it, every few milliseconds."""
-
-    CODE = (
-        "import select, sys, torch\n"
-        "print(torch.cuda.mem_get_info()[0], flush=True)\n"
-        "least, host, statm = 1 << 60, 0, f'/proc/{sys.argv[1]}/statm'\n"
-        "while True:\n"
-        "    least = min(least, torch.cuda.mem_get_info()[0])\n"
-        "    host = max(host, int(open(statm).read().split()[1]) * 4096)\n"
-        "    if select.select([sys.stdin], [], [], 0.002)[0]:\n"
-        "        if not sys.stdin.readline(): break\n"
-        "        print(least, host, flush=True)\n"
-        "        least, host = 1 << 60, 0\n"
-    )
-
-    def __init__(self, device: Device, pid: int) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        if device == "cuda":
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", self.CODE, str(pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            assert self._process.stdout is not None
-            self._free = int(self._process.stdout.readline())
-
-    def peaks(self) -> tuple[int, int]:
-        """(GPU, host) bytes in use at most since this was last asked."""
-        if self._process is None:
-            return 0, 0
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        least, host = map(int, self._process.stdout.readline().split())
-        return self._free - least, host
-
-    def __enter__(self) -> Watcher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._process is not None:
-            self._process.kill()
-
-
 def measure(name: str, device: Device, commit: str, machine: dict[str, float] | None, out: Path) -> dict[str, Any]:
     """Run a row, and keep its trace: figures of the steady steps, every loss, whether every block was updated, and the rates of
     its floor."""
@@ -402,24 +236,20 @@ def measure(name: str, device: Device, commit: str, machine: dict[str, float] | 
     }  # fmt: skip
 
 
-def in_its_own_process(
-    name: str, device: Device, commit: str, machine: dict[str, float] | None, out: Path
-) -> dict[str, Any]:
-    """`measure` in a process of its own, with what the watcher saw of it."""
+def child_command(name: str, device: Device, commit: str, machine: dict[str, float] | None, out: Path) -> list[str]:
+    """What runs `child`, for `process.in_its_own_process`."""
     command = [sys.executable, "-m", "papers.h200.rows", "child", name, "--device", device, "--commit", commit]
-    command += ["--machine", json.dumps(machine), "--out", str(out)]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert child.stdin is not None and child.stdout is not None
-    with Watcher(device, child.pid) as watcher:
-        child.stdin.write("go\n")  # not before the watcher has seen what is there without it
-        child.stdin.close()
-        line = child.stdout.readline()
-        gpu, host = watcher.peaks()
-    text = child.stdout.read()
-    if child.wait() or line.strip() != "measured":
-        raise RuntimeError(f"{name}: the process that ran it ended with {child.returncode}")
-    found: dict[str, Any] = json.loads(text.splitlines()[-1])
-    return found | {"gpu_peak_gib": round(gpu / 2**30, 3), "host_peak_gib": round(host / 2**30, 3)}
+    return [*command, "--machine", json.dumps(machine), "--out", str(out)]
+
+
+def child(name: str, device: Device, commit: str, machine: dict[str, float] | None, out: Path) -> NoReturn:
+    """`measure` in this process, for one that watches it."""
+
+    def work(answers: TextIO) -> dict[str, Any]:
+        with contextlib.redirect_stdout(answers):  # a row says itself that it is measured
+            return measure(name, device, commit, machine, out)
+
+    answer(work)
 
 
 def derive_busy(facts: Any) -> dict[str, Any]:
@@ -464,21 +294,6 @@ COMMANDS = {
 }  # fmt: skip
 
 
-def rates_of(text: str) -> dict[str, float] | None:
-    """The machine's rates that a JSON object holds, alone or among others; None for null. ValueError, in one line."""
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as problem:
-        raise ValueError(f"--machine: is not JSON: {problem}") from None
-    if found is None:
-        return None
-    for rate in MACHINE_RATES:
-        value = found.get(rate) if isinstance(found, dict) else None
-        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ValueError(f"--machine: {rate}: must be a number > 0, got {short(value)}")
-    return {rate: float(found[rate]) for rate in MACHINE_RATES}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="what", required=True, metavar="command")
@@ -506,9 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plan(name)
         return 0
     if options.what == "child":
-        sys.stdin.readline()
-        print(json.dumps(measure(names[0], options.device, options.commit, machine, options.out)))
-        return 0
+        child(names[0], options.device, options.commit, machine, options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.what == "calibrate":
         calibrated(names, options.device, options.out)
@@ -516,13 +329,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     with (options.out / "rows.jsonl").open("a") as log:
         for name in names:
-            try:
-                found = in_its_own_process(name, options.device, options.commit, machine, options.out)
-                machine = {rate: found["rates"][rate] for rate in MACHINE_RATES} if "rates" in found else machine
-            except Exception as error:
-                traceback.print_exc()
-                found = {"row": name, "error": f"{type(error).__name__}: {error}"[:2000]}
-                failed += 1
+            command = child_command(name, options.device, options.commit, machine, options.out)
+            found = {"row": name} | in_its_own_process(
+                command, os.environ, title=name, log=options.out / "rows.log", device=options.device, timeout_s=TIMEOUT_S
+            )
+            machine = {rate: found["rates"][rate] for rate in MACHINE_RATES} if "rates" in found else machine
+            failed += "error" in found
             print(json.dumps(found), flush=True)
             log.write(json.dumps(found) + "\n")
             log.flush()

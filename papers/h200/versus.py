@@ -24,7 +24,6 @@ what cannot begin, with one line.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -35,12 +34,13 @@ import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from papers.h200.comparison import SHARED, read_lines, title, versions, which, winner
 from papers.h200.comparison import ratios as ratios  # for those who read the lines
 from papers.h200.models import Device
 from papers.h200.process import answer, in_its_own_process
+from papers.h200.rates import MACHINE_RATES
 from papers.h200.rivals import (
     PLAIN_ENVIRONMENT,
     SETTINGS,
@@ -50,8 +50,7 @@ from papers.h200.rivals import (
     measured,
     read_settings,
 )
-from papers.h200.rows import MACHINE_RATES, ROWS
-from papers.h200.rows import measure as measured_row
+from papers.h200.rows import ROWS, child_command
 
 SEARCH = Path(__file__).with_name("results") / "versus-search.jsonl"
 SEARCHED = ("3B", 16384)
@@ -95,32 +94,28 @@ class Call:
             log.write(said + "\n")
         return made
 
-    def process(self, line: Mapping[str, Any], environment: Mapping[str, str], **asked: Any) -> dict[str, Any]:
-        """What `child` answers, asked so."""
-        command = [sys.executable, "-m", "papers.h200.versus", "child", json.dumps({"device": self.device, **asked})]
+    def process(self, line: Mapping[str, Any], environment: Mapping[str, str], command: Sequence[str]) -> dict[str, Any]:
+        """What the command answers."""
         return in_its_own_process(
             command, environment, title=title(line), log=self.out / "versus.log", device=self.device, timeout_s=self.timeout_s
         )
 
 
 def child(asked: dict[str, Any]) -> NoReturn:
-    """One run, for `Call.process`."""
-
-    def work(answers: TextIO) -> dict[str, Any]:
-        if "system" in asked:
-            return measured(**asked, done=lambda: print("measured", file=answers, flush=True))
-        with contextlib.redirect_stdout(answers):  # a row says itself that it is measured
-            return measured_row(**{**asked, "out": Path(asked["out"])})
-
-    answer(work)
+    """One run of a system that is not ours, for `Call.process`."""
+    answer(lambda answers: measured(**asked, done=lambda: print("measured", file=answers, flush=True)))
 
 
 def rival(call: Call, system: str, settings: str, name: str, tokens: int, checkpointing: bool) -> Mapping[str, Any]:
     """The line of a system that is not ours."""
     line = call.line(system, settings, name, tokens, checkpointing)
     environment = deepspeed_environment(call.device) if system == "deepspeed" else PLAIN_ENVIRONMENT
-    asked = {"system": system, "settings": settings, "name": name, "tokens": tokens, "checkpointing": checkpointing}
-    return call.once(line, lambda: call.process(line, environment, **asked))
+    asked = {
+        "device": call.device, "system": system, "settings": settings, "name": name, "tokens": tokens,
+        "checkpointing": checkpointing,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "papers.h200.versus", "child", json.dumps(asked)]
+    return call.once(line, lambda: call.process(line, environment, command))
 
 
 def fastest_that_fits(call: Call, system: str, settings: str, name: str, tokens: int, checkpointing: bool) -> Mapping[str, Any]:
@@ -140,7 +135,8 @@ def ours(call: Call, row: str, rates: dict[str, float] | None) -> tuple[Mapping[
 
     def run() -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as traces:  # of which nothing is kept
-            full.update(call.process(line, os.environ, name=row, commit=call.commit, machine=rates, out=traces))
+            command = child_command(row, call.device, call.commit, rates, Path(traces))
+            full.update(call.process(line, os.environ, command))
         if "error" in full:
             return full
         with (call.out / "rows.jsonl").open("a") as log:
