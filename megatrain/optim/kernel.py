@@ -179,7 +179,7 @@ def prepare_adamw(
     native = _Native(entry, record, threads, (master, m, v, grad, constants, table))
 
     def in_native() -> None:
-        entry(ctypes.byref(record), 1, threads, None, 0, None)
+        entry(ctypes.byref(native.record), 1, threads, None, 0, None)  # `native`: it keeps the operands
 
     return PreparedUpdate(in_native, native)
 
