@@ -45,7 +45,7 @@ class Streamed:
         return qwen(self.size, device), recipe_of(self.sequences, device, CLIP_NORMS[policy]), plan
 
 
-SMALL = Streamed(size="0.5B", sequences=8, buffers={"weight_slots": 2, "host_gradient_slots": 12, "chunk_bytes": 4 << 20})
+SMALL = Streamed(size="0.5B", sequences=8, buffers={"weight_slots": 2, "host_gradient_slots": 12, "chunk_bytes": 3 << 20})
 LARGE = Streamed(size="7B", sequences=16, buffers={"weight_slots": 3, "host_gradient_slots": 6, "chunk_bytes": 32 << 20})
 CLIP_NORMS: dict[str, float | None] = {"during_backward": None, "next_forward": 1.0}
 """The update policies that are measured, each with the recipe's clipping."""
