@@ -238,6 +238,9 @@ class _RandomWeights(Mapping[str, Tensor]):
             return torch.ones(shape)
         return self._block.repeat(-(-shape.numel() // self._block.numel()))[: shape.numel()].view(shape)
 
+    def __contains__(self, name: object) -> bool:  # a mapping's own would make the tensor
+        return name in self._shapes
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
 

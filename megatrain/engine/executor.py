@@ -26,9 +26,6 @@ from megatrain.trace import Event, Trace
 TRACED_PARTS = 64
 """A trace keeps this many parts, so that memory stays flat however long the run."""
 
-LONGEST_SERIES = 16
-"""Ops that are run at once: while they run, their thread neither fails nor tells others that they have ended."""
-
 _AT_REST_S = 0.5
 
 
@@ -272,12 +269,12 @@ class Executor:
 
     def _series(self, run: PartRun, order: Sequence[int]) -> Iterator[list[int]]:
         """The same order, in pieces that the backend runs at once: an op, with those after it that it joins and that wait for
-        nothing."""
+        nothing. While they run, their thread neither fails nor tells the host's other threads that they have ended."""
         piece: list[int] = []
         for i in order:
             op = run.part.ops[i]
             joins = self.backend.joins(op)
-            if piece and (not joins or op.deps or op.prev or len(piece) == LONGEST_SERIES):
+            if piece and (not joins or op.deps or op.prev):
                 yield piece
                 piece = []
             piece.append(i)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megatrain.layers.gradients import accumulate
+from megatrain.layers.gradients import accumulate, gradients
 from megatrain.layers.hf import CLASSES
 from megatrain.layers.inputs import IGNORE
 from megatrain.model import ModelSpec
@@ -76,7 +76,7 @@ class HeadTemplate:
                 _add_product(grads[1], dz, hidden, overwrite)
                 dh = dz @ matrix
             del dz  # else it is there still in the norm's backward and while the next tile's logits are made
-            dx[part], dnorm = torch.autograd.grad(h, (row_leaf, norm_leaf), dh)
+            dx[part], dnorm = gradients(h, (row_leaf, norm_leaf), dh)
             accumulate([grads[0]], [dnorm], overwrite)
         return loss / max(n_valid, 1), dx.view_as(x)
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call
 
+from megatrain.layers.gradients import gradients
 from megatrain.layers.hf import CLASSES, hf_config
 from megatrain.layers.inputs import LayerInputs
 from megatrain.layers.last_product import leave_out_last_product, omitted
@@ -88,7 +89,7 @@ class LayerTemplate:
         self._check(weights)
         saved.rebinding.weights = weights
         try:
-            dx, *grads = torch.autograd.grad((saved.output,), (saved.x, *saved.anchors), (dy,))
+            dx, *grads = gradients(saved.output, (saved.x, *saved.anchors), dy)
         finally:
             saved.rebinding.weights = None
         return dx, grads

@@ -182,19 +182,21 @@ def measure(name: str, device: Device, commit: str, machine: dict[str, float] | 
     started = time.perf_counter()
     with Engine(model, recipe, plan, RandomWeights(model, device), device=device) as engine:
         ready_s = time.perf_counter() - started
+        uses = {"start": engine.memory_use(reset=True)}
         before = checksums(engine)
         data = batches(model, recipe, WARM + MEASURED)
         losses = [engine.step(batch).loss for batch in data[:WARM]]
         warm_s = time.perf_counter() - started
+        uses["warm-up"] = engine.memory_use(reset=True)
         engine.restart_trace()
         at_start = reserved(device)
         results = [engine.step(batch) for batch in data[WARM:]]
         losses += [result.loss for result in results]
         norms = [result.norm for result in results]
-        trace = engine.trace()
         at_end = reserved(device)
+        trace = engine.trace()
         changed = [a != b for a, b in zip(before, checksums(engine), strict=True)]
-        use = engine.memory_use()
+        use = uses["steps"] = engine.memory_use()
         facts = derive(engine.schedule, trace)
         save_record(out / f"{name}.measured.json.gz", record(engine.schedule, trace, "h200", device))
         save_stalls(out / name, trace, facts)
@@ -231,8 +233,9 @@ def measure(name: str, device: Device, commit: str, machine: dict[str, float] | 
         "digests equal": list(trace.digests) == [expected[p] for p in trace.parts], "segments flat": at_start == at_end,
         "ready_s": round(ready_s, 1), "start": start, "warm_s": round(warm_s, 1), **derive_busy(facts),
         "ledger_device_gib": gib(book.device_nbytes()), "ledger_allocator_gib": gib(book.device_nbytes() - CUDA_CONTEXT),
-        "ledger_pinned_gib": gib(book.nbytes("step", "pinned")), "allocator_gib": gib(use.device_reserved),
-        "allocated_gib": gib(use.device_allocated), "pinned_gib": gib(use.pinned),
+        "ledger_pinned_gib": gib(book.nbytes("step", "pinned")), "pinned_gib": gib(use.pinned),
+        "allocator_gib": gib(max(use.device_reserved for use in uses.values())),
+        "allocator_by_phase_gib": {name: [gib(use.device_reserved), gib(use.device_allocated)] for name, use in uses.items()},
     }  # fmt: skip
 
 

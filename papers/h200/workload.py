@@ -37,6 +37,9 @@ class RandomWeights(Mapping[str, Tensor]):
             piece.copy_((torch.randn(piece.numel(), generator=generator, device=self._device) * 0.02).bfloat16())
         return made.view(shape)
 
+    def __contains__(self, name: object) -> bool:  # a mapping's own would make the tensor
+        return name in self._shapes
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
 
