@@ -295,7 +295,8 @@ def _what_ran(schedule: Schedule, found: Comparison) -> str:
         f" {recipe.seq_len:,} tokens, {clip}, {'compiled' if recipe.compiled else 'eager'}",
         f"- plan: update {plan.update}; {plan.weight_slots} weight slots, {plan.gradient_slots} gradient slots, {chunk};"
         f" {plan.adam_threads} thread{'s' if plan.adam_threads > 1 else ''} for AdamW; placement {_choices(plan.placement)};"
-        f" activations {_choices(plan.activations)}",
+        f" activations {_choices(plan.activations)}"
+        + (f"; update order {_choices(plan.update_order)}" if plan.update == "during_backward" else ""),
         "- the same bits under every plan: promised (recipe.deterministic)"
         if recipe.deterministic
         else "- the same bits under every plan, or twice under this one: **not promised** (recipe.deterministic is false)",

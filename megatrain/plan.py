@@ -18,6 +18,7 @@ Placement = Literal["streamed", "device_weights", "streamed_adam", "resident"]
 Activations = Literal["recompute", "keep", "offload"]
 SLOTS = ("weight_slots", "vocab_slots", "gradient_slots", "host_gradient_slots", "state_slots", "input_slots")
 UpdatePolicy = Literal["after", "during_backward", "next_forward"]
+UpdateOrder = Literal["first", "last"]
 _Choice = TypeVar("_Choice", bound=str)
 
 
@@ -30,17 +31,22 @@ class Plan:
     through the device for its update, which leaves the CPU to other blocks (`streamed_adam`); on the device (`resident`).
     `activations` says what a decoder layer's backward finds: its input on the device (`recompute`), its input on the host, from
     where it comes back (`offload`), or all that its forward saved (`keep`).
+    `update_order`, under `during_backward`, says when the CPU updates a block: when its gradient arrives (`first`), or after all
+    that are `first`, in the order in which the next forward needs them (`last`). A CPU that is slower than the backward is behind
+    with its updates when that ends, and the next forward waits for the first layers; the gradients of the last ones can wait.
     `weight_slots` (layers) and `vocab_slots` (embedding and head) are the device buffers streamed weights pass through;
-    `gradient_slots` the device buffers packed gradients wait in; `host_gradient_slots` the host buffers under
-    `during_backward` (under the other policies every block has its own); `state_slots` the device buffers that a chunk of
-    `streamed_adam` passes through, with all its planes; `input_slots` those that inputs of offloaded layers pass through. A chunk
-    is `chunk_bytes` of streamed weights: the grain of transfers and updates, rounded down to whole multiples of 128 elements but
-    never below 128 (256 bytes in bf16, 512 in fp32); 0 means a whole block. `adam_threads` is the CPU optimizer's thread count.
+    `gradient_slots` the device buffers packed gradients wait in; `host_gradient_slots` the host buffers under `during_backward`
+    (under the other policies, and if it is updated `last`, a block has its own); `state_slots` the device buffers that a chunk of
+    `streamed_adam` passes through, with all its planes; `input_slots` those that inputs of offloaded layers pass through.
+    A chunk is `chunk_bytes` of streamed weights: the grain of transfers and updates, rounded down to whole multiples of 128
+    elements but never below 128 (256 bytes in bf16, 512 in fp32); 0 means a whole block. `adam_threads` is the CPU optimizer's
+    thread count.
     """
 
     placement: Mapping[str, Placement] = field(default_factory=lambda: {"default": "streamed"})
     activations: Mapping[str, Activations] = field(default_factory=lambda: {"default": "recompute"})
     update: UpdatePolicy = "next_forward"
+    update_order: Mapping[str, UpdateOrder] = field(default_factory=lambda: {"default": "first"})
     weight_slots: int = 2
     vocab_slots: int = 1
     gradient_slots: int = 2
@@ -57,7 +63,8 @@ class Plan:
             _require(name, getattr(self, name), is_count(getattr(self, name), least), f"an integer >= {least}")
         _require("chunk_bytes", self.chunk_bytes, is_count(self.chunk_bytes, 0), "an integer >= 0 (0: whole blocks)")
         _require("update", self.update, self.update in get_args(UpdatePolicy), f"one of {get_args(UpdatePolicy)}")
-        for name, values in (("placement", get_args(Placement)), ("activations", get_args(Activations))):
+        tables = {"placement": Placement, "activations": Activations, "update_order": UpdateOrder}
+        for name, values in ((name, get_args(choices)) for name, choices in tables.items()):
             table = getattr(self, name)
             _require(name, table, isinstance(table, Mapping), f"a table from blocks to {' or '.join(values)}, {{default: ...}}")
             for key, value in table.items():
@@ -65,10 +72,18 @@ class Plan:
             _refuse_ties(name, table)
         for key in ("embedding", "head"):
             _require("activations", key, key not in self.activations, "by decoder layer; the embedding and the head keep nothing")
+        if self.update != "during_backward":
+            for key, order in self.update_order.items():
+                rule = f"first where update is {self.update}, which has an order of its own"
+                _require(f"update_order[{key!r}]", order, order == "first", rule)
 
     def placement_of(self, kind: str, layer: int | None) -> Placement:
         """The placement of the embedding, the head, or a decoder layer (`layer` counts from 0)."""
         return _look_up(self.placement, kind, layer, "streamed")
+
+    def update_order_of(self, kind: str, layer: int | None) -> UpdateOrder:
+        """When, under `during_backward`, the CPU updates a block; `layer` as for `placement_of`."""
+        return _look_up(self.update_order, kind, layer, "first")
 
     def activations_of(self, layer: int) -> Activations:
         """What a decoder layer keeps for its backward, and where. The embedding and head save nothing."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatrain.hardware import HardwareProfile
-from megatrain.plan import Activations, Placement, Plan, UpdatePolicy
+from megatrain.plan import Activations, Placement, Plan, UpdateOrder, UpdatePolicy
 from megatrain.recipe import Recipe
 from sim.cost import adam_bytes_per_s
 
@@ -30,7 +30,8 @@ class Choice:
     `passing` and `passing_at` say which of the layers that are not resident are updated on their way through the device. If these
     are the first, their updates and the forward begin as soon as the norm is known, while the CPU updates those behind; spread
     among the others, they leave the CPU time as gradients come. `staying` counts layers, the first of what is left, whose weights
-    stay on the device, `offloaded` the first of those not kept whose inputs wait on the host.
+    stay on the device, `offloaded` the first of those not kept whose inputs wait on the host. Under `during_backward` the CPU
+    updates `waiting` layers after all others: from the last layer down the CPU takes one as it comes and leaves `waiting_of` - 1.
     """
 
     update: UpdatePolicy
@@ -42,6 +43,8 @@ class Choice:
     passing: int = 0
     passing_at: Where = "first"
     staying: int = 0
+    waiting: int = 0
+    waiting_of: int = 2
     kept: int = 0
     kept_at: Where = "last"
     offloaded: int = 0
@@ -68,6 +71,10 @@ class Choice:
             placement[key] = "device_weights"
         for key in _ranges(resident):
             placement[key] = "resident"
+        late = [layer for i, layer in enumerate(reversed(others)) if i % self.waiting_of][: self.waiting]
+        order: dict[str, UpdateOrder] = {"default": "first"}
+        if self.update == "during_backward":
+            order |= dict.fromkeys(_ranges(late[::-1]), "last")
         activations: dict[str, Activations] = {"default": "recompute"}
         kept = layers_at(self.kept_at, self.kept, n_layers)
         for key in _ranges(kept):
@@ -78,7 +85,7 @@ class Choice:
         usual = Plan()
         host_slots = self.host_gradient_slots if self.update == "during_backward" else usual.host_gradient_slots
         return Plan(
-            placement=placement, activations=activations, update=self.update, weight_slots=self.weight_slots,
+            placement=placement, activations=activations, update=self.update, update_order=order, weight_slots=self.weight_slots,
             vocab_slots=self.vocab_slots, gradient_slots=self.gradient_slots, host_gradient_slots=host_slots,
             state_slots=self.state_slots if self.passes else usual.state_slots,
             input_slots=self.input_slots if self.offloaded else usual.input_slots,

@@ -230,8 +230,8 @@ class Search:
         while moved and self.ops < end:
             moved = False
             for group in (
-                self._placements, self._passing, self._staying, self._kept, self._offloaded, self._places, self._slots,
-                self._threads, self._policies,
+                self._placements, self._passing, self._staying, self._waiting, self._kept, self._offloaded, self._places,
+                self._slots, self._threads, self._policies,
             ):  # fmt: skip
                 self.progress(f"descending, {best.step_ns / 1e9:.3f} s a step", self.simulated)
                 better = self._best_of(group(best.choice), best, end)
@@ -318,6 +318,19 @@ class Search:
             count = min(self.layers - now.resident, max(0, now.staying + change))
             if count != now.staying:
                 yield self.fit(replace(now, staying=count))
+
+    def _waiting(self, now: Choice) -> Iterator[Choice | None]:
+        if now.update != "during_backward":
+            return
+        for change in (-self.layers, -1, 1, 2, 4):
+            count = min(self.layers - now.resident - now.passing, max(0, now.waiting + change))
+            if count != now.waiting:
+                yield self.fit(replace(now, waiting=count))
+            if now.passing and count > now.waiting + 1:  # blocks that pass through the device relieve the CPU as well
+                yield self.fit(replace(now, waiting=count, passing=max(0, now.passing - 2)))
+        for of in (2, 3, self.layers):
+            if now.waiting and of != now.waiting_of:
+                yield self.fit(replace(now, waiting_of=of))
 
     def _kept(self, now: Choice) -> Iterator[Choice | None]:
         for change in (-self.layers, -4, -2, -1, 1, 2, 4):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from megatrain.model import ModelSpec
-from megatrain.plan import Activations, Placement, Plan, UpdatePolicy
+from megatrain.plan import Activations, Placement, Plan, UpdateOrder, UpdatePolicy
 from megatrain.recipe import DTYPE_NBYTES, Precision, Recipe
 from megatrain.schedule import Schedule, lower
 
@@ -78,10 +78,13 @@ def plans(
     policies = [u for u in updates if u != "during_backward" or recipe.clip_norm is None]
     largest = max(b.span for b in model.blocks) * DTYPE_NBYTES[recipe.precision]
     pieces = draw(st.integers(*chunks))
+    update = draw(st.sampled_from(policies))
+    early = update == "during_backward"
     return Plan(
         placement=draw(_placements(model.n_layers)),
         activations=draw(_activations(model.n_layers)),
-        update=draw(st.sampled_from(policies)),
+        update=update,
+        update_order=draw(_update_orders(model.n_layers)) if early else {"default": "first"},
         weight_slots=draw(st.integers(1, 4)),
         vocab_slots=draw(st.integers(1, 2)),
         gradient_slots=draw(st.integers(1, 3)),
@@ -102,6 +105,12 @@ def _placements(n_layers: int) -> SearchStrategy[dict[str, Placement]]:
         st.just({"default": "streamed"}),
         st.builds(lambda d, rest: {"default": d, **rest}, value, st.dictionaries(key, value, max_size=4)),
     )
+
+
+def _update_orders(n_layers: int) -> SearchStrategy[dict[str, UpdateOrder]]:
+    value: SearchStrategy[UpdateOrder] = st.sampled_from(["first", "last"])
+    key = st.one_of(st.sampled_from(["embedding", "head"]), st.integers(0, n_layers - 1).map(str))
+    return st.builds(lambda d, rest: {"default": d, **rest}, value, st.dictionaries(key, value, max_size=4))
 
 
 def _activations(n_layers: int) -> SearchStrategy[dict[str, Activations]]:

@@ -28,7 +28,8 @@ class BlockPlace:
 
     `resident`: all its state is on the device; `stays`: its state is on the host, but its weights have a device buffer of their
     own; `passes`: its state is on the host and passes through the device to be updated there. `keep`: what its forward saved is
-    kept; `offload`: its input passes through slots and waits on the host. `chunks` are element ranges, cut at multiples of
+    kept; `offload`: its input passes through slots and waits on the host; `waits`: under `during_backward` the CPU updates it
+    after the blocks that do not wait. `chunks` are element ranges, cut at multiples of
     `ALIGN_ELEMENTS`; `tiles` the range of its norm partials among those of the model.
     """
 
@@ -39,6 +40,7 @@ class BlockPlace:
     passes: bool
     keep: bool
     offload: bool
+    waits: bool
     chunks: tuple[tuple[int, int], ...]
     tiles: tuple[int, int]
 
@@ -64,6 +66,7 @@ def place_blocks(model: ModelSpec, recipe: Recipe, plan: Plan) -> tuple[BlockPla
     for spec in model.blocks:
         tiles, placement = norm_tiles(spec), plan.placement_of(spec.kind, spec.layer)
         activations = "recompute" if spec.layer is None else plan.activations_of(spec.layer)
+        by_cpu = placement in ("streamed", "device_weights")
         places.append(
             BlockPlace(
                 spec=spec,
@@ -73,6 +76,7 @@ def place_blocks(model: ModelSpec, recipe: Recipe, plan: Plan) -> tuple[BlockPla
                 passes=placement == "streamed_adam",
                 keep=activations == "keep",
                 offload=activations == "offload",
+                waits=by_cpu and plan.update_order_of(spec.kind, spec.layer) == "last",
                 chunks=tuple(_cut(spec.span, max(per_chunk, ALIGN_ELEMENTS) if plan.chunk_bytes else spec.span)),
                 tiles=(tile, tile + tiles),
             )
@@ -105,7 +109,8 @@ def _check_size(model: ModelSpec, recipe: Recipe, plan: Plan) -> None:
 
 def _check_layers(model: ModelSpec, plan: Plan) -> None:
     layers = sum(b.kind == "layer" for b in model.blocks)
-    for name, table in (("placement", plan.placement), ("activations", plan.activations)):
+    tables = (("placement", plan.placement), ("activations", plan.activations), ("update_order", plan.update_order))
+    for name, table in tables:
         for key in table:
             last = key.rpartition("-")[2]
             if last.isdigit() and int(last) >= layers:
@@ -153,7 +158,7 @@ class Storages:
                 self._add(space, f"lo[{b}]", span * 2, copied=place.passes)
             self._add(space, f"m[{b}]", span * 4, copied=place.passes)
             self._add(space, f"v[{b}]", span * 4, copied=place.passes)
-            if plan.update != "during_backward":
+            if plan.update != "during_backward" or place.waits:
                 self._add(space, f"grad[{b}]", span * link, copied=not place.resident)
 
         self.own_slots = {
@@ -170,7 +175,7 @@ class Storages:
             members = [p for p in places if p.size_class == name]
             streamed = [p for p in members if not p.resident]
             pooled = members if plan.update == "during_backward" else streamed
-            from_host = [p for p in streamed if not p.passes]
+            from_host = [p for p in streamed if not p.passes and not p.waits]
             if members and tied:
                 self._add("device", f"acc.{name}", 4 * max(p.spec.span for p in members))
             slots = {"layer": plan.weight_slots, "vocab": plan.vocab_slots, "norm": 1}[name]

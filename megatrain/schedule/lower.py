@@ -113,8 +113,8 @@ class _Step:
         self._emit("clip", "cpu", reads=[self._at("partials.host", *whole)], writes=clip)
         if policy != "during_backward":
             self._load_constants()
-        if policy == "after":
-            for place in self.places:
+        for place in self.places:
+            if policy == "after" or place.waits:
                 self._update(place, step=0)
 
     def evaluate(self) -> None:
@@ -219,14 +219,12 @@ class _Step:
         if place.passes and policy == "during_backward":
             self._update(place, step=0, gradient=target)
             return
-        if policy == "during_backward":
-            host = self._take(self.storages.host_gradient_slots[place.size_class])
-        else:
-            host = self.storages.index[f"grad[{b}]"]
+        at_once = policy == "during_backward" and not place.waits
+        host = self._take(self.storages.host_gradient_slots[place.size_class]) if at_once else self.storages.index[f"grad[{b}]"]
         for c, (first, end) in enumerate(place.chunks):
             span = (first * self.link_nbytes, end * self.link_nbytes, tag)
             self._copy("save", None, Access(target, *span), Access(host, *span), block=b, chunk=c)
-        if policy == "during_backward":
+        if at_once:
             self._update(place, step=0, gradient=host)
 
     def _update(self, place: BlockPlace, *, step: int, gradient: int | None = None) -> None:

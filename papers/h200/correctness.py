@@ -216,6 +216,10 @@ UNCLIPPED_PLANS: dict[str, Plan] = {
     "during_backward, mixed": Plan(
         update="during_backward", placement={"default": "streamed", "2-4": "resident", "head": "resident"}
     ),
+    "during_backward, every second layer last": Plan(
+        update="during_backward", update_order={"default": "first", "1": "last", "3": "last", "5": "last", "head": "last"},
+        host_gradient_slots=1, chunk_bytes=1 << 16,
+    ),
     "during_backward, streamed_adam": Plan(
         update="during_backward", placement={"default": "streamed_adam"}, vocab_slots=1, chunk_bytes=1 << 16
     ),

@@ -7,6 +7,7 @@ layer, update policy, threads. Every run has its slots filled with NaN on releas
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatrain.engine.backend import Backend
 from megatrain.engine.cpu import CpuBackend
 from megatrain.engine.engine import Engine
 from megatrain.engine.executor import Issue, PartRun
-from megatrain.plan import Plan, UpdatePolicy
+from megatrain.plan import Placement, Plan, UpdatePolicy
 from megatrain.recipe import Precision, Recipe
 from megatrain.schedule import lower
 from tests.engine.small import (
@@ -83,6 +84,21 @@ def test_kept_layers_streamed_through_one_slot(precision: Precision, update: str
     plan = Plan(activations={"default": "keep"}, weight_slots=1, gradient_slots=1, chunk_bytes=1024, update=update)  # type: ignore[arg-type]
     outcome = train(small_model(), recipe_of(precision, clipping), plan, wrap=poisoned)
     assert_same_bits(outcome, reference(precision, False, clipping))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_blocks_that_are_updated_last(precision: Precision) -> None:
+    """Every block or some of them, some of which are not the CPU's."""
+    expected = reference(precision, False, False)
+    mixed: dict[str, Placement] = {"default": "streamed", "0": "resident", "3": "device_weights"}
+    staying: dict[str, Placement] = {"default": "device_weights", "2": "streamed_adam", "6": "resident"}
+    streamed = Plan(update="during_backward", update_order={"default": "last"}, host_gradient_slots=1, chunk_bytes=4096)
+    for plan in (
+        streamed,
+        replace(streamed, update_order={"head": "last", "2": "last", "4-6": "last"}, placement=mixed),
+        replace(streamed, update_order={"default": "last", "embedding": "first", "5": "first"}, placement=staying),
+    ):
+        assert_same_bits(train(small_model(), recipe_of(precision, False), plan, wrap=poisoned), expected)
 
 
 PASSING: dict[str, dict[str, Any]] = {

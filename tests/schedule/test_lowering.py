@@ -184,6 +184,14 @@ def test_during_backward_updates_a_block_when_its_gradient_is_down() -> None:
         assert order.index(f"save[{block}.0]") < order.index(f"update[{block}.0]") < order.index(f"backward[{block - 1}.0]")
 
 
+def test_blocks_that_are_updated_last_follow_all_others_in_the_order_of_the_next_forward() -> None:
+    recipe = Recipe(seq_len=5, clip_norm=None)
+    plan = {"update": "during_backward", "update_order": {"default": "first", "2": "last", "4": "last", "head": "last"}}
+    schedule = build(tiny_model(layers=6), recipe=recipe, chunk_bytes=0, **plan)
+    assert [op.block for op in schedule.body.ops if op.kind == "update"] == [6, 4, 2, 1, 0, 3, 5, 7]
+    assert {s.name for s in schedule.storages if s.name.startswith("grad[")} == {"grad[3]", "grad[5]", "grad[7]"}
+
+
 def test_resident_everywhere_moves_no_weights_and_no_gradients() -> None:
     schedule = build(placement={"default": "resident"}, update="after")
     copies = {op.name for op in schedule.body.ops if op.lane in ("h2d", "d2h")}

@@ -43,12 +43,15 @@ def test_chunk_bytes(value: object) -> None:
     [
         ({"update": "later"}, ("plan.update:", "next_forward", "'later'")),
         ({"placement": {"default": "disk"}}, ("plan.placement['default']:", "resident", "'disk'")),
+        ({"update": "during_backward", "update_order": {"1": "never"}}, ("plan.update_order['1']:", "last", "'never'")),
+        ({"update_order": {"1": "last"}}, ("plan.update_order['1']:", "must be first", "next_forward", "'last'")),
         ({"activations": {"1": "drop"}}, ("plan.activations['1']:", "recompute", "'drop'")),
         ({"placement": {"layers": "streamed"}}, ("plan.placement", "'layers'", "0-27")),
         ({"placement": {"3-1": "streamed"}}, ("plan.placement", "'3-1'")),
         ({"placement": {"-1": "streamed"}}, ("plan.placement", "'-1'")),
         ({"placement": {"2": "streamed"}}, ("plan.placement['2']", "layers 0 to 1")),
         ({"activations": {"0-5": "keep"}}, ("plan.activations['0-5']", "layers 0 to 1")),
+        ({"update_order": {"2": "first"}}, ("plan.update_order['2']", "layers 0 to 1")),
         # As a YAML file has it that a user wrote: `1: resident`.
         ({"placement": {7: "resident"}}, ("plan.placement", "7")),
         ({"placement": {"²": "resident"}}, ("plan.placement", "'²'", "no block")),

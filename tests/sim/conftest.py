@@ -60,6 +60,7 @@ def _random_schedule(rng: random.Random) -> Schedule:
         placement={key: rng.choice(["streamed", "resident"]) for key in keys if rng.random() < 0.6},
         activations={key: rng.choice(["recompute", "keep"]) for key in [keys[0], *keys[3:]] if rng.random() < 0.6},
         update=update,
+        update_order={key: rng.choice(["first", "last"]) for key in keys if update == "during_backward" and rng.random() < 0.4},
         weight_slots=rng.randint(1, 4),
         gradient_slots=rng.randint(1, 3),
         host_gradient_slots=rng.randint(1, 3),

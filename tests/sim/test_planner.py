@@ -354,6 +354,29 @@ def test_a_choice_becomes_the_plan_it_says(n: int, data: st.DataObject) -> None:
     assert (plan.placement_of("embedding", None), plan.placement_of("head", None)) == (choice.embedding, choice.head)
 
 
+@given(n=st.integers(1, 40), data=st.data())
+def test_waiting_layers_are_as_many_as_said_and_the_last_ones_that_leave_the_cpu_its_share(n: int, data: st.DataObject) -> None:
+    of, waiting = data.draw(st.integers(2, 5)), data.draw(st.integers(0, n))
+    choice = Choice(update="during_backward", adam_threads=3, waiting=waiting, waiting_of=of)
+    last = [i for i in range(n) if choice.plan(n).update_order_of("layer", i) == "last"]
+    could = [n - 1 - i for i in range(n) if i % of]
+    assert last == sorted(could[:waiting])
+    assert replace(choice, update="after").plan(n).update_order == {"default": "first"}
+
+
+def test_where_the_cpu_is_slower_than_the_backward_a_step_is_shorter_if_some_layers_are_updated_last() -> None:
+    model = ModelSpec.from_config({**_TINY, "num_hidden_layers": 12})
+    recipe = Recipe(micro_batch_size=2, seq_len=16, clip_norm=None)
+    slow = replace(SLOW, adam_rates=((1, 16_000_000), (16, 40_000_000)))
+    streamed = Choice(update="during_backward", adam_threads=14, weight_slots=2, gradient_slots=2, host_gradient_slots=4)
+
+    def seconds(choice: Choice) -> float:
+        schedule = lower(model, recipe, choice.plan(12))
+        return step_time(schedule, simulate(schedule, slow)).mean_ns / 1e9
+
+    assert min(seconds(replace(streamed, waiting=n)) for n in (3, 4, 5)) < 0.97 * seconds(streamed)
+
+
 @given(low=st.integers(-5, 5), length=st.integers(-1, 9), threshold=st.integers(-9, 20))
 def test_bisection_finds_the_first(low: int, length: int, threshold: int) -> None:
     high = low + length
