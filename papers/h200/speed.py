@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatrain.derive import derive, step_time
+from megatrain.derive import by_cause, derive, step_time
 from megatrain.engine.engine import Engine
 from megatrain.files import load_hardware, save_record
 from megatrain.hardware import H200
@@ -66,7 +66,12 @@ def predictions(device: Device, folder: Path) -> dict[str, Any]:
         for policy in CLIP_NORMS:
             schedule = lower(*streamed.under(policy, "cuda"))
             trace = simulate(schedule, H200)
-            figures = {"step_s": round(step_time(schedule, trace).mean_ns / 1e9, 3), "ops a step": len(schedule.body.ops)}
+            facts = derive(schedule, trace)
+            late = by_cause(facts.stalls["compute"])["update late"] / max(1, facts.lanes["compute"].stalled_ns)
+            figures = {
+                "step_s": round(step_time(schedule, trace).mean_ns / 1e9, 3), "ops a step": len(schedule.body.ops),
+                "h2d under compute": round(facts.overlap["h2d"].fraction, 4), "update late share of stalls": round(late, 4),
+            }  # fmt: skip
             if streamed is LARGE:
                 save_record(folder / f"7b-{policy}.predicted.json.gz", record(schedule, trace, "h200", H200.provenance))
                 calibrated = simulate(schedule, load_hardware(CALIBRATED))

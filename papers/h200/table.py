@@ -369,7 +369,8 @@ def json_line(made: Sequence[Entry | Failure], versus: Sequence[dict[str, Any]] 
     return json.dumps({"rows": rows, "vs_deepspeed": list(versus)})
 
 
-def _qwen(name: str) -> ModelSpec:
+def model_of_row(name: str) -> ModelSpec:
+    """The model of a row by the name it has there. ValueError for a size that is not among those measured."""
     if name.partition("-")[0] not in QWEN25:
         raise ValueError(f"model: must be one of {', '.join(QWEN25)}, got {short(name)}")
     return qwen(name, "cuda")
@@ -392,7 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, nargs="+", action="extend", metavar="FILE", help="default: results/rows.jsonl")
     options = parser.parse_args(arguments)
     try:
-        made = entries(read_rows(options.rows or [ROWS_FILE]), REPOSITORY, HERE / "plans", _qwen)
+        made = entries(read_rows(options.rows or [ROWS_FILE]), REPOSITORY, HERE / "plans", model_of_row)
         versus = _versus(VERSUS_FILE)
     except ValueError as problem:
         print(problem, file=sys.stderr)

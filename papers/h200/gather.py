@@ -1,0 +1,156 @@
+"""What the page is made of: the lines in results/, as nouns. `papers.h200.page` writes the page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatrain.files.fields import build
+from papers.h200 import table
+from papers.h200.comparison import comparable, ratios, read_lines, which
+from papers.h200.table import Entry, Failure, Measurement, entries, read_rows
+
+CAUSES = {
+    "weights late": "weights are on their way up", "update late": "weights wait for the optimizer",
+    "gradient slot busy": "gradients are on their way down", "activations late": "layers' inputs are on their way back",
+    "input late": "the batch is not there", "issue late": "the host enqueued too late",
+}  # fmt: skip
+"""Why compute waits, by the causes of `megatrain.derive`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A measured row: `numel` parameters; `waits` says what compute waits for, empty if that is not known."""
+
+    entry: Entry
+    numel: int
+    waits: str
+
+    @property
+    def m(self) -> Measurement:
+        return self.entry.measured
+
+    @property
+    def over_floor(self) -> float:
+        """Measured step time over its floor, 0 without a floor."""
+        return self.m.step_s / self.entry.floor.seconds if self.entry.floor else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A line of `papers.h200.versus`: a step's seconds, or why there are none."""
+
+    system: str
+    settings: str
+    checkpointing: bool | None
+    model: str
+    gpu_memory_gib: int | float | None
+    tokens: int
+    commit: str = ""
+    step_s: float = 0.0
+    gpu_peak_gib: float | None = None
+    error: str = ""
+    out_of_memory: str | None = None
+
+    @property
+    def size(self) -> tuple[str, int]:
+        return self.model, self.tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstStep:
+    """A line of `papers.h200.first_step`."""
+
+    row: str
+    commit: str
+    total_s: float
+    counted_s: float
+    limit_s: float
+    passed: bool
+    phases: Mapping[str, float]
+    files_gb: float
+    disk_gb_per_s: float
+    read_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A line of `papers.h200.checks`."""
+
+    check: str
+    passed: bool
+    missed: tuple[str, ...] = ()
+    result: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """All that the page is made of. `ratios` are tokens a second over DeepSpeed's, of the rows of ours that have both."""
+
+    rows: Sequence[Row]
+    failures: Sequence[Failure]
+    versus: Sequence[Run]
+    ratios: Sequence[float]
+    search: Sequence[Run]
+    first_step: FirstStep | None
+    checks: Sequence[Check]
+
+
+def gather(files: Sequence[Path], results: Path) -> Results:
+    """What the files of rows and the others in `results` say. ValueError, in one line, for what cannot be read or counted."""
+    raw = read_rows(files)
+    made = entries(raw, table.REPOSITORY, table.HERE / "plans", table.model_of_row)
+    versus, first_steps = results / "versus.jsonl", _built(FirstStep, results / "first_step.jsonl")
+    return Results(
+        rows=[_row(entry, *raw[entry.measured.row]) for entry in made if isinstance(entry, Entry)],
+        failures=[entry for entry in made if isinstance(entry, Failure)],
+        versus=_runs(versus), ratios=[found["ratio"] for found in ratios(_lines(versus))],
+        search=_runs(results / "versus-search.jsonl"), first_step=first_steps[-1] if first_steps else None,
+        checks=list({it.check: it for it in _built(Check, results / "checks.jsonl")}.values()),
+    )  # fmt: skip
+
+
+def _row(entry: Entry, where: str, raw: Mapping[str, Any]) -> Row:
+    stalls, use = raw.get("compute stalls, s", {}), raw.get("utilisation", {})
+    for name, values in (("compute stalls, s", stalls), ("utilisation", use)):
+        if not isinstance(values, dict) or not all(isinstance(value, (int, float)) for value in values.values()):
+            raise ValueError(f"{where}: row {entry.measured.row}: {name}: must be a table of numbers")
+    waits, total = "", sum(stalls.values())
+    if total > 0 and "compute" in use:
+        most = max(stalls, key=stalls.__getitem__)
+        what = f" ({CAUSES[most]})" if most in CAUSES else ""
+        waits = f"compute waits {1 - use['compute']:.0%} of the time, {stalls[most] / total:.0%} of it for `{most}`{what}"
+    return Row(entry=entry, numel=table.model_of_row(entry.measured.model).numel, waits=waits)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return read_lines(path) if path.exists() else []
+
+
+Noun = TypeVar("Noun", Run, FirstStep, Check)
+
+
+def _built(noun: type[Noun], path: Path, lines: Iterable[Mapping[str, Any]] | None = None) -> list[Noun]:
+    """The lines of a file, or those given, as nouns; what the page has no use for is left out."""
+    known = {field.name for field in dataclasses.fields(noun)}
+    found = _lines(path) if lines is None else lines
+    try:
+        return [build(noun, {name: value for name, value in line.items() if name in known}) for line in found]
+    except ValueError as problem:
+        raise ValueError(f"{path}: {problem}") from None
+
+
+def _runs(path: Path) -> list[Run]:
+    """The runs that can be compared, and of the same call those that failed and did not run later."""
+    lines = _lines(path)
+    try:
+        ran = comparable(lines)
+    except (ValueError, TypeError) as problem:
+        raise ValueError(f"{path}: {problem}") from None
+    call, there = (ran or lines or [{}])[-1].get("run"), {which(line) for line in ran}
+    failed = {which(line): line for line in lines if "error" in line and line.get("run") == call and which(line) not in there}
+    return _built(Run, path, [*ran, *failed.values()])
