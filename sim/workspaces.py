@@ -130,10 +130,9 @@ def _loss(model: ModelSpec, recipe: Recipe, *, on_host: bool) -> int:
     """The head: of a tile of t tokens, and throughout the gradient of all hidden rows (n T H).
 
     A GPU in BF16: logits become their gradient in place (n t V, and 4 t for the losses) and the matmul adds to dW itself. Beside
-    them, what the tile's norm saved and its output, and the hidden gradient of this tile and of the one before ((8 + 2 n) t H).
-    When the logits are gone, the norm's backward (28 t H), which counts where the vocabulary is less than 8 times as wide as the
-    hidden state. Counted with the head's own code on the cpu backend, the kernel and the matmul left out: within 0.1%, and 2 t H
-    above it where one tile is all tokens.
+    them, what the tile's norm saved and its output, and the tile's hidden gradient ((8 + n) t H). When the logits are gone, the
+    norm's backward (28 t H), which counts where the vocabulary is less than 9 times as wide as the hidden state. Counted with the
+    head's own code on the cpu backend, the kernel and the matmul left out.
 
     Otherwise: logits in the type of the computation and in FP32 ((4 + n) t V), of which the gradient stays (n t V; in FP32 the
     three are one, 4 t V). While it stays there is one product of `HEAD_ROWS` rows in FP32 (for which BF16 operands are widened).
@@ -141,7 +140,7 @@ def _loss(model: ModelSpec, recipe: Recipe, *, on_host: bool) -> int:
     """
     n, tokens = DTYPE_NBYTES[recipe.precision], recipe.tokens_per_micro_batch
     tile, hidden, rows = min(recipe.loss_tile, tokens), model.hidden_size, min(HEAD_ROWS, model.vocab_size)
-    gradient, beside = n * tile * model.vocab_size, tile * hidden * (8 + 2 * n)
+    gradient, beside = n * tile * model.vocab_size, tile * hidden * (8 + n)
     if n < 4 and not on_host:
         return tokens * hidden * n + 4 * tile + max(gradient + beside, 28 * tile * hidden)
     product, widened = 4 * rows * hidden + n * tile * hidden, 0

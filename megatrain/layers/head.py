@@ -59,26 +59,35 @@ class HeadTemplate:
         weights' shapes. `loss` is an FP32 scalar: this micro-batch's part of the step's mean. With `n_valid` 0 all
         results are zeros.
         """
-        norm_weight, matrix = weights
         rows, wanted = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
         dx = torch.empty_like(rows)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         for start in range(0, rows.shape[0], tile):
             part = slice(start, start + tile)
-            with torch.enable_grad():
-                row_leaf, norm_leaf = rows[part].detach().requires_grad_(), norm_weight.detach().requires_grad_()
-                h = functional_call(self.norm, {"weight": norm_leaf}, (row_leaf,))
-            with torch.no_grad():
-                hidden = h.detach()
-                losses, dz = _loss_gradient(hidden, matrix, wanted[part], n_valid)
-                loss += losses.sum()
-                overwrite = first and start == 0
-                _add_product(grads[1], dz, hidden, overwrite)
-                dh = dz @ matrix
-            del dz  # else it is there still in the norm's backward and while the next tile's logits are made
-            dx[part], dnorm = gradients(h, (row_leaf, norm_leaf), dh)
-            accumulate([grads[0]], [dnorm], overwrite)
+            loss += self._tile(weights, rows[part], wanted[part], n_valid, grads, dx[part], first=first and start == 0)
         return loss / max(n_valid, 1), dx.view_as(x)
+
+    def _tile(
+        self, weights: Sequence[Tensor], rows: Tensor, targets: Tensor, n_valid: int, grads: Sequence[Tensor], dx: Tensor, *,
+        first: bool,
+    ) -> Tensor:  # fmt: skip
+        """The sum of a tile's losses; writes `dx` and adds to `grads`. All else is gone when it returns: what little were left
+        of it might lie where the next tile's logits would have found room."""
+        norm_weight, matrix = weights
+        with torch.enable_grad():
+            row_leaf, norm_leaf = rows.detach().requires_grad_(), norm_weight.detach().requires_grad_()
+            h = functional_call(self.norm, {"weight": norm_leaf}, (row_leaf,))
+        with torch.no_grad():
+            hidden = h.detach()
+            losses, dz = _loss_gradient(hidden, matrix, targets, n_valid)
+            loss = losses.sum()
+            _add_product(grads[1], dz, hidden, first)
+            dh = dz @ matrix
+        del dz  # else it is there still in the norm's backward
+        of_rows, dnorm = gradients(h, (row_leaf, norm_leaf), dh)
+        dx.copy_(of_rows)
+        accumulate([grads[0]], [dnorm], first)
+        return loss
 
     @torch.no_grad()
     def loss_only(self, weights: Sequence[Tensor], x: Tensor, targets: Tensor, n_valid: int, tile: int) -> Tensor:
@@ -90,6 +99,7 @@ class HeadTemplate:
             part = slice(start, start + tile)
             hidden = functional_call(self.norm, {"weight": norm_weight}, (rows[part],))
             loss += _losses(hidden, matrix, wanted[part], n_valid).sum()
+            del hidden  # as in `_tile`
         return loss / max(n_valid, 1)
 
 
