@@ -12,9 +12,10 @@ import pytest
 
 from megatrain.calibrate import calibrate
 from megatrain.engine.engine import Engine
-from megatrain.files import load_hardware
+from megatrain.files import load_hardware, load_job
 from megatrain.hardware import HardwareProfile
 from megatrain.plan import Plan
+from megatrain.schedule import lower
 from papers.h200 import rows
 from papers.h200.models import qwen
 from papers.h200.rates import MACHINE_RATES, rates_of
@@ -84,6 +85,12 @@ def test_a_row_that_fails_is_a_line_with_an_error_and_the_next_one_runs(
     assert capsys.readouterr().out.splitlines() == (tmp_path / "rows.jsonl").read_text().splitlines()
     assert lines[0] == {"row": "7b-all-4096", "error": "ended with 1: too bad", "out_of_memory": None}
     assert lines[1]["row"] == "7b-24-16384" and lines[1]["step_s"] == 1
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_can_be_rehearsed_under_its_plan(name: str) -> None:
+    job, model = load_job(rows.PLANS / f"{name}.yaml"), qwen(ROWS[name].model, "cpu")
+    lower(*rows.rehearsal(model, job.recipe, job))
 
 
 def test_a_checksum_sees_every_byte_of_a_blocks_weights() -> None:

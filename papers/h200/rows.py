@@ -288,6 +288,7 @@ def rehearsal(model: ModelSpec, recipe: Recipe, job: Job) -> tuple[ModelSpec, Re
         job.plan, adam_threads=2,
         placement={"default": "streamed", "embedding": "streamed_adam", "0": "streamed_adam", "1": "resident"},
         activations={"default": "offload", "3": "keep"},
+        update_order={"default": "first"} | ({"2": "last"} if job.plan.update == "during_backward" else {}),
     )  # fmt: skip
 
 
