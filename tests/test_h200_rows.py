@@ -19,7 +19,7 @@ from megatrain.schedule import lower
 from papers.h200 import rows
 from papers.h200.models import qwen
 from papers.h200.rates import MACHINE_RATES, rates_of
-from papers.h200.rows import ROWS, checksums, main
+from papers.h200.rows import ROWS, Known, checksums, main
 from papers.h200.workload import RandomWeights, batches
 
 
@@ -91,6 +91,26 @@ def test_a_row_that_fails_is_a_line_with_an_error_and_the_next_one_runs(
 def test_every_row_can_be_rehearsed_under_its_plan(name: str) -> None:
     job, model = load_job(rows.PLANS / f"{name}.yaml"), qwen(ROWS[name].model, "cpu")
     lower(*rows.rehearsal(model, job.recipe, job))
+
+
+def test_a_calls_rates_are_measured_once_for_the_machine_and_once_for_blocks_that_are_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a child is told is what the rows before it said."""
+    told: list[Known] = []
+    rates = dict.fromkeys(MACHINE_RATES, 2e9) | {"layer_forward_s": 0.1, "loss_s": 0.2}
+    code = f"import json; input(); print('measured'); print(json.dumps({{'rates': {rates}}}))"
+
+    def child_command(name: str, device: str, commit: str, known: Known, out: Path) -> list[str]:
+        told.append(known)
+        return [sys.executable, "-c", code]
+
+    monkeypatch.setattr(rows, "child_command", child_command)
+    names = ["7b-all-16384", "7b-all-65536", "7b-all-4096"]
+    assert main(["measure", *names, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    machine = dict.fromkeys(MACHINE_RATES, 2e9)
+    blocks = {"layer_forward_s": 0.1, "loss_s": 0.2}
+    assert told == [Known(), Known(machine=machine, blocks=blocks), Known(machine=machine)]
 
 
 def test_a_checksum_sees_every_byte_of_a_blocks_weights() -> None:

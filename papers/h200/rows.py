@@ -84,6 +84,11 @@ class Row:
             deterministic=self.deterministic,
         )  # fmt: skip
 
+    @property
+    def blocks(self) -> tuple[str, Recipe]:
+        """What a block's time depends on: not on how many layers there are, on clipping or on how often it runs in a step."""
+        return self.model.split("-")[0], dataclasses.replace(self.recipe, micro_batches=1, clip_norm=None)
+
 
 ROWS: dict[str, Row] = {
     "7b-all-4096": Row(model="7B", gpu_memory_gib=None, tokens=4096, limit_s=0.42),
@@ -138,14 +143,12 @@ def plan(name: str) -> None:
 
 def calibrated(names: Sequence[str], device: Device, out: Path) -> None:
     """Write DIR/calibrated.json: the machine, and the blocks of every recipe of the rows, each in a reduced model of its own."""
-    profile, done = None, set()
+    profile = None
+    first: dict[tuple[str, Recipe], str] = {}
     for name in names:
+        first.setdefault(ROWS[name].blocks, name)
+    for name in first.values():
         row = ROWS[name]
-        # What a block's time depends on: not on how many layers there are, on clipping or on how often it runs in a step.
-        alike = row.model.split("-")[0], dataclasses.replace(row.recipe, micro_batches=1, clip_norm=None)
-        if alike in done:
-            continue
-        done.add(alike)
         model, recipe = qwen(row.model, device), row.recipe
         if device == "cpu":
             recipe = dataclasses.replace(recipe, micro_batch_size=2, seq_len=16, compiled=False, loss_tile=16)
@@ -172,9 +175,9 @@ def blocks_of(device: Device, model: ModelSpec, recipe: Recipe) -> tuple[Measure
     return measure_blocks(place, model=model, recipe=recipe, budget_s=4.0, seed=0).measured
 
 
-def measure(name: str, device: Device, commit: str, machine: dict[str, float] | None, out: Path) -> dict[str, Any]:
+def measure(name: str, device: Device, commit: str, known: Known, out: Path) -> dict[str, Any]:
     """Run a row, and keep its trace: figures of the steady steps, every loss, whether every block was updated, and the rates of
-    its floor."""
+    its floor, measured if they are not known."""
     row, job = ROWS[name], load_job(PLANS / f"{name}.yaml")
     model, recipe, plan = qwen(row.model, device), job.recipe, job.plan
     if device == "cpu":
@@ -211,8 +214,8 @@ def measure(name: str, device: Device, commit: str, machine: dict[str, float] | 
     book = ledger(model, recipe, plan, load_hardware(CALIBRATED))
     found: dict[str, Any] = {}
     try:
-        machine = machine or machine_rates(device, threads=14)
-        rates = Rates(**machine, **block_seconds(model, recipe, device))
+        machine = known.machine or machine_rates(device, threads=14)
+        rates = Rates(**machine, **(known.blocks or block_seconds(model, recipe, device)))
         floor = floor_s(model, recipe, plan, rates)
         found = {"floor_s": round(floor.seconds, 4), "floor_by": floor.binds, "rates": dataclasses.asdict(rates)}
     except Exception:  # a row without a floor is a row all the same
@@ -239,18 +242,26 @@ def measure(name: str, device: Device, commit: str, machine: dict[str, float] | 
     }  # fmt: skip
 
 
-def child_command(name: str, device: Device, commit: str, machine: dict[str, float] | None, out: Path) -> list[str]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """Rates that need not be measured again in a call: the machine's, and those of a row's blocks."""
+
+    machine: dict[str, float] | None = None
+    blocks: dict[str, float] | None = None
+
+
+def child_command(name: str, device: Device, commit: str, known: Known, out: Path) -> list[str]:
     """What runs `child`, for `process.in_its_own_process`."""
     command = [sys.executable, "-m", "papers.h200.rows", "child", name, "--device", device, "--commit", commit]
-    return [*command, "--machine", json.dumps(machine), "--out", str(out)]
+    return [*command, "--machine", json.dumps(known.machine), "--blocks", json.dumps(known.blocks), "--out", str(out)]
 
 
-def child(name: str, device: Device, commit: str, machine: dict[str, float] | None, out: Path) -> NoReturn:
+def child(name: str, device: Device, commit: str, known: Known, out: Path) -> NoReturn:
     """`measure` in this process, for one that watches it."""
 
     def work(answers: TextIO) -> dict[str, Any]:
         with contextlib.redirect_stdout(answers):  # a row says itself that it is measured
-            return measure(name, device, commit, machine, out)
+            return measure(name, device, commit, known, out)
 
     answer(work)
 
@@ -311,6 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if what != "calibrate":
             command.add_argument("--commit", default="", help="the commit that is measured; make h200-table asks for it")
             command.add_argument("--machine", default="null", help="rates that were measured already, a row's own as JSON")
+        if what == "child":
+            command.add_argument("--blocks", default="null", help="seconds of its blocks that were measured already, as JSON")
     options = parser.parse_args(arguments)
     names = options.rows or list(ROWS)
     try:
@@ -325,19 +338,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plan(name)
         return 0
     if options.what == "child":
-        child(names[0], options.device, options.commit, machine, options.out)
+        child(names[0], options.device, options.commit, Known(machine=machine, blocks=json.loads(options.blocks)), options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.what == "calibrate":
         calibrated(names, options.device, options.out)
         return 0
-    failed = 0
+    failed, blocks = 0, {}
     with (options.out / "rows.jsonl").open("a") as log:
         for name in names:
-            command = child_command(name, options.device, options.commit, machine, options.out)
+            known = Known(machine=machine, blocks=blocks.get(ROWS[name].blocks))
+            command = child_command(name, options.device, options.commit, known, options.out)
             found = {"row": name} | in_its_own_process(
                 command, os.environ, title=name, log=options.out / "rows.log", device=options.device, timeout_s=TIMEOUT_S
             )
-            machine = {rate: found["rates"][rate] for rate in MACHINE_RATES} if "rates" in found else machine
+            if "rates" in found:
+                machine = {rate: found["rates"][rate] for rate in MACHINE_RATES}
+                blocks[ROWS[name].blocks] = {rate: s for rate, s in found["rates"].items() if rate not in MACHINE_RATES}
             failed += "error" in found
             print(json.dumps(found), flush=True)
             log.write(json.dumps(found) + "\n")

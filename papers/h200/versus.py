@@ -50,7 +50,7 @@ from papers.h200.rivals import (
     measured,
     read_settings,
 )
-from papers.h200.rows import ROWS, child_command
+from papers.h200.rows import ROWS, Known, child_command
 
 SEARCH = Path(__file__).with_name("results") / "versus-search.jsonl"
 SEARCHED = ("3B", 16384)
@@ -135,7 +135,7 @@ def ours(call: Call, row: str, rates: dict[str, float] | None) -> tuple[Mapping[
 
     def run() -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as traces:  # of which nothing is kept
-            command = child_command(row, call.device, call.commit, rates, Path(traces))
+            command = child_command(row, call.device, call.commit, Known(machine=rates), Path(traces))
             full.update(call.process(line, os.environ, command))
         if "error" in full:
             return full
