@@ -407,7 +407,7 @@ def _clip(b: Kernels, x: Operands) -> Kernel:
             _set_constants(b, x, factor=factor, skip=step.skipped is not None)
         elif bad is not None:
             raise NonFiniteGradient(
-                f"{step.skipped}, and during_backward has updated weights with it already; resume from a checkpoint"
+                f"{step.skipped}, and during_backward updates weights before that is known; start again from saved weights"
             )
 
     return kernel
