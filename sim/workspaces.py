@@ -132,7 +132,7 @@ def _loss(model: ModelSpec, recipe: Recipe, *, on_host: bool) -> int:
     A GPU in BF16: logits become their gradient in place (n t V, and 4 t for the losses) and the matmul adds to dW itself. Beside
     them, what the tile's norm saved and its output, and the tile's hidden gradient ((8 + n) t H). When the logits are gone, the
     norm's backward (28 t H), which counts where the vocabulary is less than 9 times as wide as the hidden state. Counted with the
-    head's own code on the cpu backend, the kernel and the matmul left out.
+    head's own code on the CPU, the kernel and the matmul left out: within 0.1% (`tests/sim/test_ledger.py`).
 
     Otherwise: logits in the type of the computation and in FP32 ((4 + n) t V), of which the gradient stays (n t V; in FP32 the
     three are one, 4 t V). While it stays there is one product of `HEAD_ROWS` rows in FP32 (for which BF16 operands are widened).

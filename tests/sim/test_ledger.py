@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from megatrain.hardware import H200, HardwareProfile
+from megatrain.layers import head as head_module
 from megatrain.layers.embedding import embedding_backward
 from megatrain.layers.gradients import accumulate
 from megatrain.layers.head import head_template
@@ -243,3 +244,40 @@ def test_workspaces_are_what_the_cpu_backend_allocates(
     ):
         # oneDNN's own scratch, of fixed size, is in what it allocates.
         assert 0.95 * got - (256 << 10) <= estimate <= 1.1 * got, f"{what}: {estimate} expected, {got} allocated"
+
+
+class _Logits:
+    """A tile's logits that nobody computes, and a product of them that takes memory and no time."""
+
+    def __init__(self, rows: int, vocabulary: int) -> None:
+        self._there = torch.empty(rows, vocabulary, dtype=torch.bfloat16)
+
+    def __matmul__(self, matrix: torch.Tensor) -> torch.Tensor:
+        return torch.empty(len(self._there), matrix.shape[1], dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "vocabulary", "tile", "tokens"),
+    [(256, 4096, 128, 512), (256, 1024, 128, 512), (512, 16384, 256, 1024), (256, 4096, 512, 512)],
+)
+def test_the_loss_on_a_gpu_takes_what_is_estimated(
+    hidden: int, vocabulary: int, tile: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted on the CPU: what the GPU's kernels compute is left out, the memory they work on is there."""
+    rows = torch.zeros(tokens)
+    monkeypatch.setattr(head_module, "_loss_gradient", lambda h, m, t, n: (rows[: len(h)].clone(), _Logits(len(h), len(m))))
+    monkeypatch.setattr(head_module, "_add_product", lambda acc, a, b, first: None)
+    model = ModelSpec.from_config({
+        "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": vocabulary, "rope_theta": 10000.0, "max_position_embeddings": 2048,
+    })  # fmt: skip
+    recipe = Recipe(micro_batch_size=1, seq_len=tokens, loss_tile=tile, precision="bf16")
+    weights = (torch.ones(hidden).bfloat16(), torch.zeros(vocabulary, hidden).bfloat16())
+    x, targets = torch.randn(1, tokens, hidden).bfloat16(), torch.zeros(1, tokens, dtype=torch.int64)
+    sums = [torch.zeros(hidden), torch.zeros(vocabulary, hidden)]
+
+    def loss() -> object:
+        return head_template(model).loss_forward_backward(weights, x, targets, tokens, tile, sums, True)
+
+    got, estimate = _allocated(loss, tmp_path)[0], workspaces(model, recipe, on_host=False).loss
+    assert abs(got - estimate) <= 0.001 * got, f"{estimate} expected, {got} allocated"
