@@ -5,14 +5,16 @@
 
 `train` drives `Engine.step` the way a loop of one's own would: it submits a step, then reads the figures of an earlier one, so
 that nothing waits for a number. The first steps compile, touch memory and fill caches; the trace begins after them
-(`warm_up`), with a flush that changes no bit.
+(`warm_up`), with a flush that changes no bit. `settled` is for loops of one's own as well.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,6 +53,25 @@ def warm_up(steps: int) -> int:
     return WARM_UP if steps >= 2 * WARM_UP else 0
 
 
+@contextmanager
+def settled() -> Iterator[None]:
+    """Inside, Python's garbage collector does not look again at what is alive at the start; newer objects it collects as ever.
+
+    What PyTorch's compiler leaves alive is so much that to go over all of it takes some tenths of a second, in which nothing is
+    enqueued on a GPU. For the steps after the first ones (`WARM_UP`), with none in flight. Where the caller froze objects
+    (`gc.freeze`), nothing is done, since to thaw the ones would be to thaw the others.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def train(
     model: ModelSpec,
     recipe: Recipe,
@@ -80,7 +101,9 @@ def train(
     pending: deque[StepResult] = deque()
     memory: MemoryUse | None = None
 
-    with Engine(model, recipe, plan, weights, device=device, tracing=tracing, on_start=on_start) as engine:
+    with ExitStack() as after_warm_up, Engine(
+        model, recipe, plan, weights, device=device, tracing=tracing, on_start=on_start
+    ) as engine:
         on_ready()
         known_at = time.perf_counter()
 
@@ -97,10 +120,12 @@ def train(
             on_step(len(figures) - 1, figures[-1], why)
 
         for step in range(steps):
-            if step == first_traced and tracing and step:
+            if step == first_traced and step:
                 while pending:
                     read()
-                engine.restart_trace()
+                after_warm_up.enter_context(settled())
+                if tracing:
+                    engine.restart_trace()
             pending.append(engine.step(batch(step, rows)))
             if len(pending) >= STEPS_IN_FLIGHT:
                 read()

@@ -3,7 +3,9 @@ that is closed whatever happens."""
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from megatrain.plan import Plan, UpdatePolicy
 from megatrain.recipe import AdamW, Recipe
 from megatrain.schedule import lower
 from megatrain.trace import Trace
-from megatrain.training import WARM_UP, Trained, train, warm_up
+from megatrain.training import WARM_UP, Trained, settled, train, warm_up
 from megatrain.weights import RandomWeights
 from sim.simulate import simulate
 
@@ -146,6 +148,44 @@ def test_an_exception_of_the_callers_closes_the_engine() -> None:
         with pytest.raises(LookupError, match="the caller's"):
             trained(4, **callbacks)
         assert set(threading.enumerate()) <= before, name
+
+
+def test_after_warm_up_the_garbage_collector_leaves_what_was_there_alone() -> None:
+    frozen: list[int] = []
+    alive = len(gc.get_objects())
+    for tracing in (True, False):
+        frozen.clear()
+        trained(8, tracing=tracing, on_step=lambda *_: frozen.append(gc.get_freeze_count()))
+        assert frozen[:WARM_UP] == [0] * WARM_UP
+        assert all(count > alive / 2 for count in frozen[WARM_UP:])
+        assert gc.get_freeze_count() == 0
+    with pytest.raises(LookupError), settled():
+        raise LookupError
+    assert gc.get_freeze_count() == 0
+
+
+def test_inside_settled_new_garbage_is_still_collected() -> None:
+    class Node:
+        me: Node
+
+    with settled():
+        node = Node()
+        node.me = node
+        gone = weakref.ref(node)
+        del node
+        gc.collect()
+        assert gone() is None
+
+
+def test_what_the_caller_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with settled():
+            assert gc.get_freeze_count() == before
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()
 
 
 def test_an_exception_of_the_datas_closes_the_engine() -> None:

@@ -17,6 +17,7 @@ from megatrain.files import save_record
 from megatrain.model import ModelSpec
 from megatrain.plan import Plan
 from megatrain.recipe import Recipe
+from megatrain.training import settled
 from papers.h200.models import Device
 from papers.h200.records import record, save_stalls
 from papers.h200.workload import RandomWeights, batches
@@ -39,7 +40,7 @@ def measure_run(
         warm_s = time.perf_counter() - started
         engine.restart_trace()
         before = reserved(device)
-        with synchronisation_raises(device):
+        with settled(), synchronisation_raises(device):
             results = [engine.step(batch) for batch in data[warm_up:]]
             losses += [result.loss for result in results]
         after = reserved(device)

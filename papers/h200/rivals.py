@@ -37,6 +37,7 @@ from megatrain.files.text import read_text
 from megatrain.layers.hf import hf_config
 from megatrain.model import ModelSpec
 from megatrain.recipe import Recipe
+from megatrain.training import settled
 from papers.h200.models import Device, qwen
 from papers.h200.rows import MEASURED, WARM
 from papers.h200.workload import RandomWeights, batches
@@ -251,13 +252,14 @@ def measured(
     if device == "cuda":
         torch.cuda.synchronize()
     ready_s = time.perf_counter() - started
-    for ids in data:
-        started = time.perf_counter()
-        loss = step(ids.to(device))
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-        losses.append(float(loss))
+    with settled():  # of no use while a system warms up, but to its advantage later
+        for ids in data:
+            started = time.perf_counter()
+            loss = step(ids.to(device))
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+            losses.append(float(loss))
     done()
     return summary(times[WARM:], losses) | {"ready_s": round(ready_s, 1), "warm_s": round(sum(times[:WARM]), 1)}
 

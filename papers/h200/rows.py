@@ -42,6 +42,7 @@ from megatrain.files.fields import plain
 from megatrain.hardware import MeasuredOp
 from megatrain.model import ModelSpec
 from megatrain.recipe import Recipe
+from megatrain.training import settled
 from papers.h200.floor import Rates, floor_s
 from papers.h200.measurement import reserved
 from papers.h200.models import Device, qwen
@@ -193,8 +194,9 @@ def measure(name: str, device: Device, commit: str, known: Known, out: Path) -> 
         uses["warm-up"] = engine.memory_use(reset=True)
         engine.restart_trace()
         at_start = reserved(device)
-        results = [engine.step(batch) for batch in data[WARM:]]
-        losses += [result.loss for result in results]
+        with settled():
+            results = [engine.step(batch) for batch in data[WARM:]]
+            losses += [result.loss for result in results]
         norms = [result.norm for result in results]
         at_end = reserved(device)
         trace = engine.trace()
