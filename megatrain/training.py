@@ -58,12 +58,9 @@ def settled() -> Iterator[None]:
     """Inside, Python's garbage collector does not look again at what is alive at the start; newer objects it collects as ever.
 
     What PyTorch's compiler leaves alive is so much that to go over all of it takes some tenths of a second, in which nothing is
-    enqueued on a GPU. For the steps after the first ones (`WARM_UP`), with none in flight. Where the caller froze objects
-    (`gc.freeze`), nothing is done, since to thaw the ones would be to thaw the others.
+    enqueued on a GPU. For the steps after the first ones (`WARM_UP`), with none in flight. At the end everything is thawed, what
+    was frozen before too (`gc.freeze`): Python knows no other way.
     """
-    if gc.get_freeze_count():
-        yield
-        return
     gc.collect()
     gc.freeze()
     try:
