@@ -60,8 +60,8 @@ def recipe_of(sequences: int, device: Device, clip_norm: float | None) -> Recipe
 
 def predictions(device: Device, folder: Path) -> dict[str, Any]:
     """What the simulator says of the steps that `overlap` and `seven_b` measure, by the H200's profile and, for 7B, whose blocks
-    were timed, by the calibrated one. FOLDER/7b-POLICY.predicted.json.gz are 7B's records. Promises nothing, needs no GPU."""
-    found = {}
+    were timed, by the calibrated one, of which FOLDER/7b-POLICY.predicted.json.gz are records. Promises nothing, needs no GPU."""
+    found, profile = {}, load_hardware(CALIBRATED)
     for streamed in (SMALL, LARGE):
         for policy in CLIP_NORMS:
             schedule = lower(*streamed.under(policy, "cuda"))
@@ -73,8 +73,10 @@ def predictions(device: Device, folder: Path) -> dict[str, Any]:
                 "h2d under compute": round(facts.overlap["h2d"].fraction, 4), "update late share of stalls": round(late, 4),
             }  # fmt: skip
             if streamed is LARGE:
-                save_record(folder / f"7b-{policy}.predicted.json.gz", record(schedule, trace, "h200", H200.provenance))
-                calibrated = simulate(schedule, load_hardware(CALIBRATED))
+                calibrated = simulate(schedule, profile)
+                save_record(
+                    folder / f"7b-{policy}.predicted.json.gz", record(schedule, calibrated, profile.name, profile.provenance)
+                )
                 figures["step_s, calibrated"] = round(step_time(schedule, calibrated).mean_ns / 1e9, 3)
             found[f"{streamed.size} {policy}"] = figures
     return found
