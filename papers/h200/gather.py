@@ -15,7 +15,7 @@ from papers.h200.table import Entry, Failure, Measurement, entries, read_rows
 
 CAUSES = {
     "weights late": "weights are on their way up", "update late": "weights wait for the optimizer",
-    "gradient slot busy": "gradients are on their way down", "activations late": "layers' inputs are on their way back",
+    "gradient slot busy": "gradients have not left the GPU yet", "activations late": "layers' inputs are on their way back",
     "input late": "the batch is not there", "issue late": "the host enqueued too late",
 }  # fmt: skip
 """Why compute waits, by the causes of `megatrain.derive`."""
@@ -78,13 +78,14 @@ class FirstStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A line of `papers.h200.checks`."""
+    """The last line of a check by `papers.h200.checks`; `failed_before` of the lines before it did not pass."""
 
     check: str
     passed: bool
     missed: tuple[str, ...] = ()
     result: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
+    failed_before: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +111,18 @@ def gather(files: Sequence[Path], results: Path) -> Results:
         failures=[entry for entry in made if isinstance(entry, Failure)],
         versus=_runs(versus), ratios=[found["ratio"] for found in ratios(_lines(versus))],
         search=_runs(results / "versus-search.jsonl"), first_step=first_steps[-1] if first_steps else None,
-        checks=list({it.check: it for it in _built(Check, results / "checks.jsonl")}.values()),
+        checks=_last(_built(Check, results / "checks.jsonl")),
     )  # fmt: skip
+
+
+def _last(lines: Sequence[Check]) -> list[Check]:
+    """Of each check the last line, in the order in which they first ran."""
+    found: dict[str, Check] = {}
+    for line in lines:
+        before = found.get(line.check)
+        failed = before.failed_before + (not before.passed) if before else 0
+        found[line.check] = dataclasses.replace(line, failed_before=failed)
+    return list(found.values())
 
 
 def _row(entry: Entry, where: str, raw: Mapping[str, Any]) -> Row:

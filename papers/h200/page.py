@@ -25,12 +25,14 @@ from papers.h200 import table
 from papers.h200.comparison import APART
 from papers.h200.first_step import READING_S
 from papers.h200.floor import STATE_NBYTES
-from papers.h200.gather import Results, Row, Run, gather
+from papers.h200.gather import Check, Results, Row, Run, gather
 from papers.h200.records import CALIBRATED
 from papers.h200.rows import HOST_MEMORY, MEASURED, RESULTS, ROWS, WARM
 from papers.h200.table import judged
 
 NOT_YET = "Not measured yet."
+NO_LIMIT_S = 60.0
+"""The limit of rows of whose time nothing is promised (`ROWS`)."""
 WORST = 3
 """How many of the rows furthest from floor and prediction are named."""
 GIB, YES = 1 << 30, {True: "yes", False: "no"}
@@ -45,12 +47,15 @@ CHECKS = {
     "kernels": "AdamW and packing on the GPU have the bits of the CPU's kernels",
     "plain_fp32": "FP32: losses and gradients are those of an ordinary PyTorch loop",
     "near_plain_bf16": "BF16: losses and gradients are near those of an ordinary loop with FP32 masters",
-    "seven_b": "seconds a step of 7B with all layers streamed",
-    "overlap": "0.5B: copies lie under compute, waits are for the optimizer",
+    "seven_b": "seconds a step of 7B with all layers streamed: the median of five without the first two",
+    "overlap": "0.5B, every layer streamed, two runs each: copies lie under compute, or compute waits for the optimizer alone",
     "bitwise": "weights after five steps have equal bits under every plan, with NaN in released buffers and random delays too",
     "tracing": "what recording a trace costs, as a share of the step",
     "sanitizer": "compute-sanitizer's memcheck over two steps",
 }
+OF_TIME = ("predictions", "seven_b", "overlap", "tracing")
+"""The checks that are of time; the others are of results."""
+SHARES = ("h2d under compute", "update late share of stalls", "median difference", "from", "to", "compute busy")
 MAIN = ("step_s", "h2d under compute", "update late share of stalls")
 """Of the runs of a check, the figures that the page shows; all, if a run has none of these."""
 AGAIN = """\
@@ -66,8 +71,8 @@ AGAIN = """\
     make h200-table                                                        # the rows, judged, with floors, rates and memory
     python -m papers.h200.page                                             # this page
 
-Raw data is in `results/`, one JSON line a run: `rows.jsonl`, `versus.jsonl`, `versus-search.jsonl`, `first_step.jsonl`,
-`checks.jsonl`; and `calibrated.json`, the machine's profile. Plans are in `plans/`, DeepSpeed's settings in `deepspeed/`."""
+Raw data is in `results/`, one JSON line a run: `rows.jsonl`, `first_step.jsonl`, `checks.jsonl`, and what `versus` writes once it
+was run; and `calibrated.json`, the machine's profile. Plans are in `plans/`, DeepSpeed's settings in `deepspeed/`."""
 
 # ---- what sections share -----------------------------------------------------------------------------------------------
 
@@ -139,7 +144,10 @@ def summary(found: Results) -> str:
     else:
         said.append("Beside DeepSpeed ZeRO-3 with offload it is not measured yet.")
     kept = sum(judged(row.entry)[0] for row in found.rows)
-    said.append(f"{kept} of {len(found.rows) + len(found.failures)} rows keep all that was promised of them beforehand.")
+    ran = [row.m.row for row in found.rows] + [it.row for it in found.failures]
+    said.append(f"{kept} of {len(ran)} measured rows keep all that was promised of them beforehand.")
+    if missing := [f"`{name}`" for name in ROWS if name not in ran]:
+        said.append(f"Not measured yet: {', '.join(missing)}.")
     return " ".join(said)
 
 
@@ -152,7 +160,11 @@ def method() -> str:
 **The work** is to train Qwen2.5's shapes, each with an output matrix of its own ("14B-62" is 14B's with 62 layers), from random
 weights on distinct random tokens in sequences of {recipe.seq_len:,}: BF16, AdamW on exact FP32 masters and moments, gradients
 clipped exactly to a norm of {recipe.clip_norm:.1f} unless the table says no. Nothing can be learnt of such tokens; a step takes
-as long as with others.
+as long as with others. A row's *recipe* says what is computed, its *plan* where and when. A deterministic recipe gives the
+same bits under every plan and in every run; the others may use faster kernels that do not.
+
+**24 GiB** in a row's name is what its plan may take. Nothing else keeps the process from taking more of the GPU's
+memory; what it took was measured, and the row fails if that is more.
 
 **A measured time** is the median of the steady steps: after {WARM} steps {MEASURED} are recorded, and {MEASURED - 1} times lie
 between their ends. The spread is the fastest and the slowest. GPU memory is what another process sees: the largest use during
@@ -160,32 +172,37 @@ the run, less what was used before the process made its context. Host memory is 
 that every block's weights have changed, that what ran has the digest of its schedule, that no memory was allocated after the
 warm-up (*segments flat*), and that memory is as the simulator's *ledger* says.
 
-**A predicted time** is a simulation of the same plan's schedule with a profile of the machine, `results/calibrated.json`, of
-another call than the rows. Nothing is fitted to the rows."""
+**A predicted time** is a simulation of the same plan's schedule with a profile of the machine, `results/calibrated.json`. The
+profile holds times of single layers of these shapes, at these rows' batch sizes, and rates of copies and of the optimizer, alone
+and beside each other. `rows calibrate` made it on such a machine at another time than the rows; nothing is fitted to what
+the rows took."""
 
 
 def speed(found: Results) -> str:
     if not found.rows:
         return NOT_YET
     return (
-        f"Measured at {commits(row.m.commit for row in found.rows)}. The *floor* is a bound on the step of the row's plan: the "
-        "longest of the times that compute, link, CPU optimizer, host memory, or the chain of backward and updates that clipping "
-        "makes need alone, at rates measured in the same call. TFLOPS count 6 x parameters x tokens, neither recomputation nor "
-        "attention. A row passes that keeps its limits of time and memory and all that it verifies.\n\n"
+        f"Measured at {commits(row.m.commit for row in found.rows)}, which have the present lowering, engine and kernels. "
+        "*At most* is the limit that was set before; of the deepest models only three steps are promised. The *floor* is what "
+        "the row's plan needs at least at rates that were measured just after it: the longest of the times that compute, link, "
+        "CPU optimizer, host memory, or the chain of backward and updates that clipping makes need alone. Those rates move by a "
+        "few percent with the GPU's clock, and so does the floor. TFLOPS count 6 x parameters x tokens, neither recomputation "
+        "nor attention. A row passes that keeps its limits of time and memory and all that it verifies.\n\n"
     ) + markdown(map(_speed, found.rows))
 
 
 def _speed(row: Row) -> dict[str, str]:
     m, entry = row.m, row.entry
     return {
-        "row": f"`{m.row}`", "model": m.model, "GPU memory": memory(m.gpu_memory_gib),
-        "tokens a step": f"{m.tokens:,}", "clipping": YES[m.clipping], "deterministic": YES[m.deterministic],
+        "row": f"`{m.row}`", "model": m.model, "tokens a step": f"{m.tokens:,}",
+        "recipe": ", ".join(["no clipping"] * (not m.clipping) + ["deterministic"] * m.deterministic),
         "measured [s] (spread)": f"{s(m.step_s)} ({s(m.spread[0])} to {s(m.spread[1])})",
+        "at most [s]": s(m.limit_s) if m.limit_s < NO_LIMIT_S else "",
         "predicted [s]": f"{s(entry.predicted_s)} ({entry.predicted_s / m.step_s - 1:+.1%})" if entry.predicted_s else "",
         "floor [s]": s(entry.floor.seconds) if entry.floor else entry.why_no_floor,
-        "step / floor": f"{row.over_floor:.3f}" if entry.floor else "", "tokens/s": f"{m.tokens / m.step_s:,.0f}",
-        "TFLOPS (6N)": f"{m.tflops_6n:g}", "GPU peak [GiB]": f"{m.gpu_peak_gib:.2f}", "host peak [GiB]": f"{m.host_peak_gib:.2f}",
-        "passed": YES[judged(entry)[0]],
+        "step / floor": f"{row.over_floor:.3f}" if entry.floor else "", "TFLOPS (6N)": f"{m.tflops_6n:g}",
+        "GPU peak [GiB]": f"{m.gpu_peak_gib:.2f}" + (f" of {m.gpu_memory_gib:g}" if m.gpu_memory_gib is not None else ""),
+        "host peak [GiB]": f"{m.host_peak_gib:.2f}", "passed": YES[judged(entry)[0]],
     }  # fmt: skip
 
 
@@ -269,9 +286,10 @@ def start(found: Results) -> str:
         return NOT_YET
     return (
         f"From the command's start to the end of the first step of `{it.row}`, compilers' caches empty and no file cached, at "
-        f"{commits([it.commit])}: **{it.total_s:g} s**. {it.counted_s:g} s of them count against {it.limit_s:g} s allowed: "
-        f"the disk alone takes {it.read_s:g} s for {it.files_gb:g} GB at {it.disk_gb_per_s:g} GB/s, and what of that lies above "
-        f"{READING_S:g} s does not count. Layers compile while weights load.\n\n"
+        f"{commits([it.commit])}: **{it.total_s:g} s**; {it.limit_s:g} s were allowed. The disk alone takes {it.read_s:g} s for "
+        f"{it.files_gb:g} GB at {it.disk_gb_per_s:g} GB/s; what of that lies above {READING_S:g} s would not count"
+        f"{f', so {it.counted_s:g} s do' if it.counted_s < it.total_s else ''}. Reading begins while memory is made, and layers "
+        "compile while weights load, so the phases add up to more than the whole.\n\n"
     ) + markdown(
         {"phase": name.removesuffix("_s").replace("_", " "), "seconds": f"{it.phases[name]:g}", "what": PHASES.get(name, "")}
         for name in dict.fromkeys((*PHASES, *it.phases))
@@ -279,16 +297,25 @@ def start(found: Results) -> str:
     )
 
 
-def exactness(found: Results) -> str:
+def checks(found: Results) -> str:
     if not found.checks:
         return NOT_YET
-    return "A plan says where and when things are computed; it must not change a bit of the result.\n\n" + markdown(
-        {
-            "check": f"`{it.check}`", "what it shows": CHECKS.get(it.check, ""), "passed": YES[it.passed],
-            "figures": "; ".join(filter(None, [*_figures(it.result), *(f"missed: {what}" for what in it.missed), it.error])),
-        }
-        for it in found.checks
-    )  # fmt: skip
+    parts = ["A plan says where and when things are computed; it must not change a bit of the result."]
+    for of_time, what in ((False, "Results:"), (True, "Time:")):
+        lines = [
+            {
+                "check": f"`{it.check}`", "what it shows": CHECKS.get(it.check, ""), "passed": YES[it.passed] + _before(it),
+                "figures": "; ".join(filter(None, [*_figures(it.result), *(f"missed: {what}" for what in it.missed), it.error])),
+            }
+            for it in found.checks
+            if (it.check in OF_TIME) == of_time
+        ]  # fmt: skip
+        parts += [what, markdown(lines)] * bool(lines)
+    return "\n\n".join(parts)
+
+
+def _before(it: Check) -> str:
+    return f" ({it.failed_before} earlier run{'s' * (it.failed_before > 1)} did not)" if it.failed_before else ""
 
 
 def _figures(result: Mapping[str, Any]) -> Iterator[str]:
@@ -303,7 +330,8 @@ def _figures(result: Mapping[str, Any]) -> Iterator[str]:
             if name != "missed":
                 yield f"{name}: {len(value)}"
         else:
-            yield f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}"
+            said = f"{value:.1%}" if name in SHARES else f"{value:.6g}" if isinstance(value, float) else f"{value}"
+            yield f"step: {s(value)} s" if name == "step_s" else f"{name}: {said}"
 
 
 def losses(found: Results) -> str:
@@ -313,6 +341,11 @@ def losses(found: Results) -> str:
     for row, why in sorted(failed, key=lambda it: -it[0].m.step_s / it[0].m.limit_s):
         said.append(f"`{row.m.row}` does not keep what was promised: {why}.")
     said += [f"The check `{it.check}` failed: {it.error or '; '.join(it.missed)}." for it in found.checks if not it.passed]
+    said += [
+        f"The check `{it.check}` passed only after {it.failed_before} that did not; [README.md](README.md) says why."
+        for it in found.checks
+        if it.passed and it.failed_before
+    ]
     if (first := found.first_step) and not first.passed:
         said.append(f"Of the time to the first step {first.counted_s:g} s count, more than {first.limit_s:g} s.")
     slower = [
@@ -341,7 +374,7 @@ def page(found: Results) -> str:
         "What was measured, and how": method(), "Speed and memory": speed(found),
         "Larger than the GPU, and than the host": larger(found),
         "Beside DeepSpeed ZeRO-3 with offload, and plain PyTorch": rivals(found), "Time to the first step": start(found),
-        "Exactness": exactness(found), "Where we lose": losses(found), "How to repeat it": AGAIN,
+        "Checks": checks(found), "Where we lose": losses(found), "How to repeat it": AGAIN,
     }  # fmt: skip
     made = "*Written by `python -m papers.h200.page` from the files in `results/`.*"
     shown = ["![By row, how far the predicted step lies from the measured one](page.png)"] * bool(furthest(found))
@@ -365,9 +398,9 @@ def picture(found: Results) -> bytes:
         ax.set_yticks(range(len(rows)), [m.row for m, _ in rows])
         ax.set_ylim(len(rows) - 0.5, -0.5)
         ax.grid(True, axis="x")
-        ax.set_xlabel("predicted over measured step time, less 1 [%]\npoint: median step; bar: fastest to slowest step")
-        apart = f"off by {statistics.median(it[0] for it in off):.1%} (median), {off[0][0]:.1%} (most)"
-        add_title(ax, "Step time, predicted and measured", f"{apart}; left of 0 steps take longer than predicted", gap=8)
+        ax.set_xlabel("prediction's error [%]; negative: steps took longer\npoint: median step; bar: fastest to slowest step")
+        apart = f"predictions of the median step are off by {statistics.median(it[0] for it in off):.1%} in the median of rows"
+        add_title(ax, "Step time, predicted and measured", f"{apart}, {off[0][0]:.1%} at most", gap=8)
         png = io.BytesIO()
         figure.savefig(png, format="png")
         return png.getvalue()
