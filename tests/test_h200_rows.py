@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from megatrain.hardware import HardwareProfile
 from megatrain.plan import Plan
 from megatrain.schedule import lower
 from papers.h200 import rows
+from papers.h200.clocks import Clocks
 from papers.h200.models import qwen
 from papers.h200.rates import MACHINE_RATES, rates_of
 from papers.h200.rows import ROWS, Known, checksums, main
@@ -128,3 +132,30 @@ def test_a_checksum_sees_every_byte_of_a_blocks_weights() -> None:
                 weights[at] ^= 1
         engine.step(batches(model, recipe, 1)[0])
         assert all(a != b for a, b in zip(before, checksums(engine), strict=True))
+
+
+def test_clock_and_power_are_medians_of_what_nvidia_smi_says_from_a_time_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    later = r"[N/A], 9\n1500, 700.5\n1980, 400\n1600, 600\n"
+    smi.write_text(f"#!/bin/sh\necho '100, 10.0'\nread go < \"$0.go\"\nprintf '{later}'\nexec sleep 60\n")
+    smi.chmod(0o755)
+    os.mkfifo(tmp_path / "nvidia-smi.go")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with Clocks("cuda") as clocks:
+        wait_for(lambda: clocks.since(0.0) == {"sm_mhz": 100.0, "power_w": 10.0, "samples": 1})
+        began = time.perf_counter()
+        assert clocks.since(began) == {}
+        (tmp_path / "nvidia-smi.go").write_text("go\n")
+        wait_for(lambda: clocks.since(began).get("samples") == 3)
+        assert clocks.since(began) == {"sm_mhz": 1600.0, "power_w": 600.0, "samples": 3}
+    with Clocks("cpu") as clocks:
+        assert clocks.since(0.0) == {}
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -43,6 +43,7 @@ from megatrain.hardware import MeasuredOp
 from megatrain.model import ModelSpec
 from megatrain.recipe import Recipe
 from megatrain.training import settled
+from papers.h200.clocks import Clocks
 from papers.h200.floor import Rates, floor_s
 from papers.h200.measurement import reserved
 from papers.h200.models import Device, qwen
@@ -184,7 +185,7 @@ def measure(name: str, device: Device, commit: str, known: Known, out: Path) -> 
     if device == "cpu":
         model, recipe, plan = rehearsal(model, recipe, job)
     started = time.perf_counter()
-    with Engine(model, recipe, plan, RandomWeights(model, device), device=device) as engine:
+    with Clocks(device) as clocks, Engine(model, recipe, plan, RandomWeights(model, device), device=device) as engine:
         ready_s = time.perf_counter() - started
         uses = {"start": engine.memory_use(reset=True)}
         before = checksums(engine)
@@ -193,10 +194,11 @@ def measure(name: str, device: Device, commit: str, known: Known, out: Path) -> 
         warm_s = time.perf_counter() - started
         uses["warm-up"] = engine.memory_use(reset=True)
         engine.restart_trace()
-        at_start = reserved(device)
+        at_start, steps_began = reserved(device), time.perf_counter()
         with settled():
             results = [engine.step(batch) for batch in data[WARM:]]
             losses += [result.loss for result in results]
+        clock = clocks.since(steps_began)
         norms = [result.norm for result in results]
         at_end = reserved(device)
         trace = engine.trace()
@@ -217,9 +219,14 @@ def measure(name: str, device: Device, commit: str, known: Known, out: Path) -> 
     found: dict[str, Any] = {}
     try:
         machine = known.machine or machine_rates(device, threads=14)
-        rates = Rates(**machine, **(known.blocks or block_seconds(model, recipe, device)))
+        blocks, alone = known.blocks, {}
+        if blocks is None:
+            with Clocks(device) as clocks:
+                blocks, alone = block_seconds(model, recipe, device), clocks.since(0.0)
+        rates = Rates(**machine, **blocks)
         floor = floor_s(model, recipe, plan, rates)
         found = {"floor_s": round(floor.seconds, 4), "floor_by": floor.binds, "rates": dataclasses.asdict(rates)}
+        found["clock, blocks alone"] = alone
     except Exception:  # a row without a floor is a row all the same
         traceback.print_exc()
     steady, step_s = sorted(times), statistics.median(times)
@@ -236,7 +243,7 @@ def measure(name: str, device: Device, commit: str, known: Known, out: Path) -> 
         "job": plain(job), **found,
         "losses": [round(x, 4) for x in losses], "norms": [round(x, 4) for x in norms], "every block updated": all(changed),
         "digests equal": list(trace.digests) == [expected[p] for p in trace.parts], "segments flat": at_start == at_end,
-        "ready_s": round(ready_s, 1), "start": start, "warm_s": round(warm_s, 1), **derive_busy(facts),
+        "clock": clock, "ready_s": round(ready_s, 1), "start": start, "warm_s": round(warm_s, 1), **derive_busy(facts),
         "ledger_device_gib": gib(book.device_nbytes()), "ledger_allocator_gib": gib(book.device_nbytes() - CUDA_CONTEXT),
         "ledger_pinned_gib": gib(book.nbytes("step", "pinned")), "pinned_gib": gib(use.pinned),
         "allocator_gib": gib(max(use.device_reserved for use in uses.values())),
