@@ -14,9 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.activations import ACT2FN
 
+from megatrain.config import ACTIVATIONS
 from megatrain.layers.hf import CLASSES, hf_config
 from megatrain.layers.inputs import LayerInputs, rotary_tables
-from megatrain.model import ACTIVATIONS, ALIGN_ELEMENTS, ModelSpec, check_sequence
+from megatrain.model import ALIGN_ELEMENTS, ModelSpec, check_sequence
 
 TINY = {
     "vocab_size": 131,
