@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,8 @@ def test_more_threads_than_cores(megatrain: Commands) -> None:
     cores = len(os.sched_getaffinity(0))
     save_job("plan.yaml", job(adam_threads=cores + 1))
     holds(megatrain.refused(*RUN), "plan.yaml: plan.adam_threads", f"at most the {cores} cores", f"got {cores + 1}")
+    save_job("plan.yaml", replace(job(), recipe=replace(job().recipe, compute_threads=10**18)))
+    holds(megatrain.refused(*RUN), "plan.yaml: recipe.compute_threads", f"at most the {cores} cores", f"got {10**18}")
 
 
 def test_plan_files_that_are_none(megatrain: Commands) -> None:
@@ -325,6 +328,8 @@ def test_a_damaged_trace_is_named_by_its_file(megatrain: Commands) -> None:
         traces = {
             "no such op": record["trace"] | {"events": [[0, 999999, 0, 0, 0], *record["trace"]["events"]]},
             "part 0 (prologue) ran x": record["trace"] | {"digests": ["x", *record["trace"]["digests"][1:]]},
+            "must end after the one before, got 0 ns": record["trace"]
+            | {"events": [[*e[:2], 0, 0, 0] for e in record["trace"]["events"]]},
             "not in this order": record["trace"] | {"events": [[*e[:4], -1] for e in record["trace"]["events"]]},
             "part 0 is 'x'": record["trace"] | {"parts": ["x", *record["trace"]["parts"][1:]]},
         }
@@ -335,6 +340,29 @@ def test_a_damaged_trace_is_named_by_its_file(megatrain: Commands) -> None:
             text = megatrain.refused("compare", *pair)
             assert text.startswith("bad.json: ") and said in text
             assert megatrain.refused("compare", "p.json", "m.json", *pair) == text  # a further pair's too
+
+
+@pytest.mark.filterwarnings("error")
+def test_names_that_no_font_has_are_drawn_as_spaces(megatrain: Commands) -> None:
+    assert megatrain(*SIMULATE, "--steps", 3, "--out", "p.json").code == 0
+    run = json.loads(Path("p.json").read_text()) | {"model_name": "a\n\x1b[31mb", "hardware": "\x07|"}
+    Path("p.json").write_text(json.dumps(run))
+    run["trace"]["source"] = "cpu"
+    Path("m.json").write_text(json.dumps(run))
+    assert megatrain("compare", "p.json", "m.json").code == 0
+    assert "a  [31mb" in Path("report/report.md").read_text().splitlines()[0]
+
+
+def test_what_a_longer_run_has_beyond_the_prediction_is_to_be_whole_too(megatrain: Commands) -> None:
+    assert megatrain(*SIMULATE, "--steps", 3, "--out", "p.json").code == 0
+    assert megatrain(*SIMULATE, "--steps", 5, "--out", "longer.json").code == 0
+    run = json.loads(Path("longer.json").read_text())
+    run["trace"]["source"] = "cpu"
+    Path("m.json").write_text(json.dumps(run))
+    assert megatrain("compare", "p.json", "m.json").code == 0
+    for events in (run["trace"]["events"][:-1], [*run["trace"]["events"], run["trace"]["events"][-1]]):
+        Path("bad.json").write_text(json.dumps(run | {"trace": run["trace"] | {"events": events}}))
+        holds(megatrain.refused("compare", "p.json", "bad.json"), "bad.json: ", "epilogue")
 
 
 # ---- what is nobody's mistake ------------------------------------------------------------------------------------------

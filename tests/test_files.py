@@ -8,6 +8,7 @@ import gzip
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatrain import files
 from megatrain.files import (
     Job,
     Record,
@@ -36,6 +38,7 @@ from megatrain.files import (
     write_file,
 )
 from megatrain.files.fields import plain
+from megatrain.files.text import dump_json, read_text
 from megatrain.hardware import H200, MOST, Compute, ComputeKind, HardwareProfile, Link, MeasuredOp, SharingRow
 from megatrain.model import BlockKind
 from megatrain.plan import Plan
@@ -415,7 +418,7 @@ def written(tmp_path: Path) -> dict[str, Any]:
         ({"record": 2}, "record: must be 1, the version of a record of a run, got 2"),
         ({"record": None}, "record: must be 1, .*, got null"),
         ({"created": "yesterday"}, "created: must be an ISO 8601 time, got 'yesterday'"),
-        ({"config_json": "{"}, "config_json: .*"),
+        ({"config_json": "{"}, "config_json: is not JSON: .*"),
         ({"config_json": "[]"}, r"config_json: must hold a JSON object, got \[\]"),
         ({"config_json": '{"model_type":"gpt2"}'}, "config_json: config.model_type: must be one of .*"),
         ({"trace": {}}, "trace.source: is missing"),
@@ -497,6 +500,27 @@ def test_a_file_cut_short_is_never_read_as_something_else(tmp_path: Path, writte
             assert str(refusal).startswith(f"{path}: ")
         else:  # white space at the end is all that may be missing, and of a job's last section what the file cannot show
             assert found == expected or (kind == "job" and found.recipe == expected.recipe)
+
+
+def test_a_key_that_stands_twice_is_refused_in_json_too(tmp_path: Path, written: dict[str, Any]) -> None:
+    (tmp_path / "hw.json").write_text(dump_json(plain(H200)).replace('"cores": 16', '"cores": 16, "cores": 4'))
+    with pytest.raises(ValueError, match=r"hw\.json: the key cores stands twice$"):
+        load_hardware(tmp_path / "hw.json")
+    (tmp_path / "twice.json").write_text(json.dumps(written).replace('"source"', '"source": "cpu", "source"'))
+    with pytest.raises(ValueError, match=r"twice\.json: the key source stands twice$"):
+        load_record(tmp_path / "twice.json")
+
+
+def test_no_more_of_a_file_is_read_than_its_kind_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for most in ("LARGEST_JOB", "LARGEST_HARDWARE"):
+        monkeypatch.setattr(files, most, 100)
+    monkeypatch.setattr(read_text, "__defaults__", (100,))
+    for name, load in (("plan.yaml", load_job), ("hw.json", load_hardware), ("run.json.gz", load_record)):
+        for length, said in ((100, "must hold a table|is not JSON|is missing"), (101, "must hold at most 100 bytes of text$")):
+            data = b"1" * length
+            (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+            with pytest.raises(ValueError, match=rf"{re.escape(name)}: ({said})"):
+                load(tmp_path / name)
 
 
 def test_damaged_gzip_is_refused(tmp_path: Path, written: dict[str, Any]) -> None:

@@ -103,6 +103,8 @@ def _built_in(kind: str, name: str, names: Iterable[str]) -> str:
     known = list(names)
     if name.lower() in known:
         return name.lower()
+    if os.path.lexists(os.path.expanduser(name)):
+        raise ValueError(f"{kind}: {short(name)} is there, but no regular file")
     # Of an organisation's name and a model's, the second is the one that may be known here.
     near = difflib.get_close_matches(name.lower().rstrip("/").rpartition("/")[2], known, n=1, cutoff=0.5)
     hint = f" did you mean {near[0]}?" if near else ""

@@ -12,7 +12,7 @@ from analysis.report import Report, mispredicted, write_report
 from analysis.tables import format_table
 from megatrain.cli import show
 from megatrain.cli.exits import naming
-from megatrain.derive import derive, settled
+from megatrain.derive import derive, join, settled
 from megatrain.files import Record
 from megatrain.schedule import Schedule, lower
 
@@ -36,9 +36,14 @@ def compared(pairs: Sequence[Pair], folder: Path, *, tolerance: float) -> Report
     schedule, predicted, measured = schedules[0], pairs[0][0].record, pairs[0][1].record
     traces = common(predicted.trace, measured.trace)
     return write_report(
-        folder, schedule, *traces, tokens_per_step=measured.job.recipe.tokens_per_step, model_name=measured.model_name,
-        hardware_name=predicted.hardware, tolerance=tolerance, throughput=[p for p in points if p is not None],
+        folder, schedule, *traces, tokens_per_step=measured.job.recipe.tokens_per_step, model_name=shown(measured.model_name),
+        hardware_name=shown(predicted.hardware), tolerance=tolerance, throughput=[p for p in points if p is not None],
     )  # fmt: skip
+
+
+def shown(name: str) -> str:
+    """A name as text to draw: fonts have nothing for control characters, and a line break would break a table."""
+    return "".join(c if c.isprintable() else " " for c in name)
 
 
 def point(schedule: Schedule, predicted: Named, measured: Named) -> ThroughputPoint | None:
@@ -50,12 +55,18 @@ def point(schedule: Schedule, predicted: Named, measured: Named) -> ThroughputPo
     rates = []
     for named, trace in zip((predicted, measured), traces, strict=True):
         with naming(named.file):
-            times = derive(schedule, trace).step_times_ns
+            if trace is not named.record.trace:
+                join(schedule, named.record.trace)  # what is left out of the comparison is to be whole too
+            facts = derive(schedule, trace)
+            for step, ns in zip(facts.timed_steps, facts.step_times_ns, strict=True):
+                if ns < 1:
+                    raise ValueError(f"trace.events: step {step} must end after the one before, got {ns} ns between them")
+        times = facts.step_times_ns
         if not times:
             return None
         rates.append(recipe.tokens_per_step * 1e9 / settled(times).mean_ns)
     return ThroughputPoint(
-        label=f"{run.model_name}, {recipe.tokens_per_step:,} tokens, {run.job.plan.update}",
+        label=f"{shown(run.model_name)}, {recipe.tokens_per_step:,} tokens, {run.job.plan.update}",
         predicted_tokens_per_s=rates[0],
         measured_tokens_per_s=rates[1],
     )

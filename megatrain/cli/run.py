@@ -26,6 +26,7 @@ from megatrain.data import SyntheticData, open_data
 from megatrain.derive import step_time
 from megatrain.engine.engine import Engine, MemoryUse
 from megatrain.files import Job, Record, StepFigures, load_job, save_record, write_file
+from megatrain.files.fields import short
 from megatrain.hardware import H200, HardwareProfile
 from megatrain.model import ModelSpec
 from megatrain.schedule import lower
@@ -219,12 +220,13 @@ def record_of(job: Job, model: ModelSpec, trained: Trained, device: Device) -> R
 
 
 def _refuse_threads(job: Job) -> None:
-    cores, threads = len(os.sched_getaffinity(0)), job.plan.adam_threads
-    if threads > cores:
-        raise ValueError(
-            f"plan.adam_threads: must be at most the {cores} cores there are, got {threads}; plan with a profile of this machine"
-            " (calibrate), or edit the plan"
-        )
+    cores = len(os.sched_getaffinity(0))
+    for field, threads in (("plan.adam_threads", job.plan.adam_threads), ("recipe.compute_threads", job.recipe.compute_threads)):
+        if threads > cores:
+            raise ValueError(
+                f"{field}: must be at most the {cores} cores there are, got {short(threads)}; plan with a profile of this machine"
+                " (calibrate), or edit the plan"
+            )
 
 
 def _directory(job: Job) -> Path | None:
@@ -284,7 +286,7 @@ def _batches(data: str, job: Job, model: ModelSpec, tokenizer: Path | None, seed
     with show.progress("tokenize") as bar:
         found = open_data(
             data, directory, seq_len=recipe.seq_len, seed=seed, vocab_size=model.vocab_size,
-            progress=lambda documents, tokens: bar(None, f"tokenize: {documents:,} documents, {tokens:,} tokens"),
+            progress=lambda documents, tokens: bar(None, f"{documents:,} documents, {tokens:,} tokens"),
         )  # fmt: skip
     c = found.counts
     return found.batch, f"{c.documents:,} documents, {c.tokens:,} tokens, {c.rows:,} rows, {c.tokens_dropped:,} tokens dropped"

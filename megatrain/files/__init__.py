@@ -42,6 +42,8 @@ __all__ = [
     "refuse_irregular", "save_hardware", "save_job", "save_record", "write_file",
 ]  # fmt: skip
 
+LARGEST_JOB, LARGEST_HARDWARE = 1 << 20, 1 << 26
+"""Bytes of text of a job and of a profile: far more than any needs."""
 RECORD_VERSION = 1
 """What the field `record` of a record's file says: the version of its layout."""
 
@@ -97,7 +99,10 @@ class Record:
 
     def model_spec(self) -> ModelSpec:
         """The model that ran. ValueError if `config_json` is not the config of one."""
-        config = json.loads(self.config_json)
+        try:
+            config = json.loads(self.config_json)
+        except ValueError as problem:
+            raise ValueError(f"config_json: is not JSON: {problem}") from None
         if not isinstance(config, dict):
             raise ValueError(f"config_json: must hold a JSON object, got {short(config)}")
         return ModelSpec.from_config(config, name=self.model_name)
@@ -109,7 +114,7 @@ def load_job(path: str | Path) -> Job:
     A relative `model` that names a config beside the file becomes that one's absolute path. Any other is left as it is: a
     built-in name, or a path from the working directory.
     """
-    raw = parse_yaml(path, read_text(path))
+    raw = parse_yaml(path, read_text(path, LARGEST_JOB))
     # `plan:` with every field below it commented out is null to YAML, and all defaults to whoever did that.
     raw |= {key: {} for key in ("recipe", "plan") if key in raw and raw[key] is None}
     job = _checked(path, Job, raw)
@@ -137,7 +142,7 @@ def save_job(path: str | Path, job: Job, comment: str = "") -> None:
 
 def load_hardware(path: str | Path) -> HardwareProfile:
     """The profile of a JSON file. ValueError in one line for anything else."""
-    return _checked(path, HardwareProfile, parse_json(path, read_text(path)))
+    return _checked(path, HardwareProfile, parse_json(path, read_text(path, LARGEST_HARDWARE)))
 
 
 def save_hardware(path: str | Path, profile: HardwareProfile) -> None:

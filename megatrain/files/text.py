@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import json
 import os
 import re
 import secrets
@@ -22,6 +23,8 @@ from megatrain.files.fields import short
 
 LINE = 120
 """Characters of JSON that stand on one line."""
+LARGEST = 1 << 30
+"""Bytes of text that are read: a record of as many events as a schedule may have ops needs less."""
 
 
 def write_file(path: str | Path, data: bytes) -> None:
@@ -63,11 +66,15 @@ def refuse_irregular(path: str | Path) -> None:
         raise ValueError(f"{path}: must be a regular file or new, not a device, a FIFO, a socket or a link to itself")
 
 
-def read_text(path: str | Path) -> str:
-    """The text of a file, unpacked if its name ends in .gz. ValueError, naming the file, if there is none or it is empty."""
+def read_text(path: str | Path, most: int = LARGEST) -> str:
+    """The text of a file, unpacked if its name ends in .gz. ValueError, naming the file, if there is none, it is empty or longer
+    than `most` bytes: no more than that is read or unpacked."""
     try:
-        data = Path(path).read_bytes()
-        text = (gzip.decompress(data) if str(path).endswith(".gz") else data).decode("utf-8-sig")
+        with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise ValueError(f"{path}: must hold at most {most:,} bytes of text")
+        text = data.decode("utf-8-sig")
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -87,9 +94,22 @@ def parse_json(path: str | Path, text: str) -> dict[str, Any]:
     """The table a JSON text holds; `path` is for the messages."""
     try:
         raw = msgspec.json.decode(text)
+        json.loads(text, object_pairs_hook=_refuse_twice)  # msgspec takes the last of several keys
     except (msgspec.DecodeError, RecursionError) as problem:
         raise ValueError(f"{path}: is not JSON: {problem}") from None
+    except _Twice as problem:
+        raise ValueError(f"{path}: the key {problem} stands twice") from None
     return _table(path, raw)
+
+
+class _Twice(Exception):
+    """A key that stands twice in a table."""
+
+
+def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise _Twice(next(key for n, key in enumerate(keys) if key in keys[:n]))
 
 
 def dump_json(value: dict[str, Any]) -> str:
