@@ -15,8 +15,8 @@ import pytest
 
 from megatrain.calibrate import calibrate
 from megatrain.engine.engine import Engine
-from megatrain.files import load_hardware, load_job
-from megatrain.hardware import HardwareProfile
+from megatrain.files import load_hardware, load_job, save_hardware
+from megatrain.hardware import H200, HardwareProfile
 from megatrain.plan import Plan
 from megatrain.schedule import lower
 from papers.h200 import rows
@@ -75,6 +75,18 @@ def test_blocks_are_calibrated_once_for_all_rows_that_they_are_the_same_for(
     assert len(later) == 1
     measured = load_hardware(tmp_path / "calibrated.json").compute.measured
     assert {len({op.tokens for op in measured if op.kind == kind}) for kind in ("forward", "recompute_backward")} == {2}
+
+
+def test_blocks_of_further_rows_are_added_to_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "calibrate", None)  # the machine is not measured again
+    file = tmp_path / "old.json"
+    save_hardware(file, H200)
+    assert main(["calibrate", "3b-all-4096", "--device", "cpu", "--out", str(tmp_path / "new"), "--onto", str(file)]) == 0
+    found = load_hardware(tmp_path / "new" / "calibrated.json")
+    assert found.compute.measured and not H200.compute.measured
+    assert found.provenance == f"{H200.provenance}; later, on a machine of the same kind, blocks of 3b-all-4096"
+    assert dataclasses.replace(found, provenance=H200.provenance, compute=H200.compute) == H200
+    assert main(["calibrate", "3b-all-4096", "--device", "cpu", "--out", str(tmp_path), "--onto", str(tmp_path / "none")]) == 2
 
 
 def test_a_row_that_fails_is_a_line_with_an_error_and_the_next_one_runs(

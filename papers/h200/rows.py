@@ -39,7 +39,7 @@ from megatrain.derive import by_cause, derive
 from megatrain.engine.engine import Engine
 from megatrain.files import Job, load_hardware, load_job, save_hardware, save_job, save_record
 from megatrain.files.fields import plain
-from megatrain.hardware import MeasuredOp
+from megatrain.hardware import HardwareProfile, MeasuredOp
 from megatrain.model import ModelSpec
 from megatrain.recipe import Recipe
 from megatrain.training import settled
@@ -143,9 +143,13 @@ def plan(name: str) -> None:
     print(f"{name}: {planned.step_ns / 1e9:.3f} s, at most {row.limit_s:.3g}")
 
 
-def calibrated(names: Sequence[str], device: Device, out: Path) -> None:
-    """Write DIR/calibrated.json: the machine, and the blocks of every recipe of the rows, each in a reduced model of its own."""
+def calibrated(names: Sequence[str], device: Device, out: Path, onto: HardwareProfile | None = None) -> None:
+    """Write DIR/calibrated.json: the machine, and the blocks of every recipe of the rows, each in a reduced model of its own.
+    With `onto` that profile, and the blocks that it does not have."""
     profile = None
+    if onto is not None:
+        said = f"{onto.provenance}; later, on a machine of the same kind, blocks of {', '.join(names)}"
+        profile = dataclasses.replace(onto, provenance=said)
     first: dict[tuple[str, Recipe], str] = {}
     for name in names:
         first.setdefault(ROWS[name].blocks, name)
@@ -328,7 +332,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         command.add_argument("--out", type=Path, default=RESULTS, help="the folder that is written to; results/ by default")
         command.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: rehearse at small sizes")
-        if what != "calibrate":
+        if what == "calibrate":
+            command.add_argument("--onto", type=Path, metavar="FILE", help="a profile that blocks are added to")
+        else:
             command.add_argument("--commit", default="", help="the commit that is measured; make h200-table asks for it")
             command.add_argument("--machine", default="null", help="rates that were measured already, a row's own as JSON")
         if what == "child":
@@ -339,6 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for unknown in [name for name in names if name not in ROWS]:
             raise ValueError(f"row: must be of {', '.join(ROWS)}, got {unknown}")
         machine = rates_of(options.machine) if options.what in ("measure", "child") else None
+        onto = load_hardware(options.onto) if options.what == "calibrate" and options.onto else None
     except ValueError as problem:
         print(problem, file=sys.stderr)
         return 2
@@ -350,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         child(names[0], options.device, options.commit, Known(machine=machine, blocks=json.loads(options.blocks)), options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.what == "calibrate":
-        calibrated(names, options.device, options.out)
+        calibrated(names, options.device, options.out, onto)
         return 0
     failed, blocks = 0, {}
     with (options.out / "rows.jsonl").open("a") as log:
