@@ -163,7 +163,9 @@ def test_clock_and_power_are_medians_of_what_nvidia_smi_says_from_a_time_on(
         wait_for(lambda: clocks.since(began).get("samples") == 3)
         assert clocks.since(began) == {"sm_mhz": 1600.0, "power_w": 600.0, "samples": 3}
     with Clocks("cpu") as clocks:
-        assert clocks.since(0.0) == {}
+        assert clocks.since(0.0) == {} and clocks.each_second(0.0) == []
+        clocks._samples += [(7.5, 100.0, 10.0), (8.1, 1000.0, 300.0), (8.2, 1100.0, 500.0), (8.9, 1500.0, 400.0)]
+        assert clocks.each_second(8.0) == [[-1, 100.0, 10.0], [0, 1100.0, 400.0]]
 
 
 def wait_for(true: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import statistics
 import subprocess
@@ -44,6 +45,13 @@ class Clocks:
             return {}
         mhz, watts = (statistics.median(values) for values in zip(*found, strict=True))
         return {"sm_mhz": mhz, "power_w": watts, "samples": len(found)}
+
+    def each_second(self, origin: float) -> list[list[float]]:
+        """[second since `origin`, MHz, W], medians of the samples in it; seconds without any are left out."""
+        seconds: dict[int, list[tuple[float, float]]] = {}
+        for at, mhz, watts in list(self._samples):
+            seconds.setdefault(math.floor(at - origin), []).append((mhz, watts))
+        return [[second, *map(statistics.median, zip(*found, strict=True))] for second, found in seconds.items()]
 
     def __enter__(self) -> Clocks:
         return self

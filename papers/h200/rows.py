@@ -202,7 +202,7 @@ def measure(name: str, device: Device, commit: str, known: Known, out: Path) -> 
         with settled():
             results = [engine.step(batch) for batch in data[WARM:]]
             losses += [result.loss for result in results]
-        clock = clocks.since(steps_began)
+        clock, each_second = clocks.since(steps_began), clocks.each_second(steps_began)
         norms = [result.norm for result in results]
         at_end = reserved(device)
         trace = engine.trace()
@@ -247,7 +247,8 @@ def measure(name: str, device: Device, commit: str, known: Known, out: Path) -> 
         "job": plain(job), **found,
         "losses": [round(x, 4) for x in losses], "norms": [round(x, 4) for x in norms], "every block updated": all(changed),
         "digests equal": list(trace.digests) == [expected[p] for p in trace.parts], "segments flat": at_start == at_end,
-        "clock": clock, "ready_s": round(ready_s, 1), "start": start, "warm_s": round(warm_s, 1), **derive_busy(facts),
+        "clock": clock, "clock, each second": each_second, "ready_s": round(ready_s, 1), "start": start,
+        "warm_s": round(warm_s, 1), **derive_busy(facts),
         "ledger_device_gib": gib(book.device_nbytes()), "ledger_allocator_gib": gib(book.device_nbytes() - CUDA_CONTEXT),
         "ledger_pinned_gib": gib(book.nbytes("step", "pinned")), "pinned_gib": gib(use.pinned),
         "allocator_gib": gib(max(use.device_reserved for use in uses.values())),
