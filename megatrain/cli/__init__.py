@@ -5,6 +5,35 @@ user's mistake is one line on standard error and exit code 2, a failed run exit 
 verb needs it: predicting takes no GPU and no PyTorch.
 """
 
-from megatrain.cli.app import app, main
+from __future__ import annotations
 
-__all__ = ["app", "main"]
+import os
+import signal
+import sys
+from typing import Any
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """The entry point: run the verb that the arguments name. Always ends in SystemExit, or in an exception that is a bug."""
+    # While libraries are imported, Ctrl-C as an exception could fall into a callback that cannot raise, and be lost. There is
+    # nothing to tidy up yet.
+    usual = signal.getsignal(signal.SIGINT)
+    at_once = usual is signal.default_int_handler  # and not ignored, as for what runs in the background
+    if at_once:
+        signal.signal(signal.SIGINT, _end)
+    from megatrain.cli.app import main as run
+
+    if at_once:
+        signal.signal(signal.SIGINT, usual)
+    try:
+        run()
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _end(*_: Any) -> None:
+    os.write(2, b"error: interrupted\n")
+    os._exit(130)

@@ -7,7 +7,10 @@ the device; the prediction is written down; then it trains, and prediction and m
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from megatrain.cli import report as reports
 from megatrain.cli import show
 from megatrain.cli.outputs import check_folder
 from megatrain.cli.predict import Prediction, predict
-from megatrain.cli.run import chosen_device, record_of, train_shown
+from megatrain.cli.run import Device, chosen_device, record_of, train_shown
 from megatrain.data import open_data
 from megatrain.files import Job, save_hardware, save_job, save_record
 from megatrain.hardware import HardwareProfile
@@ -46,17 +49,41 @@ GOOD = (0.7, 1.4)
 
 
 def run_demo(folder: Path, *, steps: int, device: str, seed: int, as_json: bool = False) -> None:
-    """Everything into `folder`, which must be new or empty. ValueError for another one, for a device that is not there, and for
-    fewer than 10 steps (less is no steady step)."""
+    """Everything into `folder`, which must be new or empty, and is so again if this does not finish. ValueError for another one,
+    for a device that is not there, and for fewer than 10 steps (less is no steady step)."""
     check_folder("--out", folder, empty=True)
     if steps < 10:
         raise ValueError(f"--steps: must be at least 10 for a steady step, got {steps}")
     place = chosen_device(device)
     show.out.quiet = as_json
+    with whole_or_empty(folder):
+        the_whole_way(folder, steps=steps, place=place, seed=seed, as_json=as_json)
+
+
+@contextlib.contextmanager
+def whole_or_empty(folder: Path) -> Iterator[None]:
+    """Make `folder`, if it is not there (it is empty if it is), and the folders above; where the block does not end well, remove
+    what is in it then, and the folders that were made."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # what went wrong is what is told
+            for path in folder.iterdir() if folder.is_dir() else ():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+            for path in made:
+                path.rmdir()
+        raise
+
+
+def the_whole_way(folder: Path, *, steps: int, place: Device, seed: int, as_json: bool) -> None:
     started = time.perf_counter()
 
     say(started, "a small model, and the standard library's sources as text")
-    folder.mkdir(parents=True, exist_ok=True)
     text = standard_library_text(folder / "text", max_bytes=TEXT_BYTES)
     directory = folder / MODEL_NAME
     make_toy_model(directory, **SIZES, text=text, seed=seed)

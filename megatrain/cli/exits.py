@@ -1,4 +1,5 @@
-"""How a verb ends: exit code 0 for done, 1 for failed, 2 for bad usage or a plan that does not fit, 130 for Ctrl-C.
+"""How a verb ends: exit code 0 for done, 1 for failed, 2 for bad usage or a plan that does not fit, 130 for Ctrl-C (which `main`
+turns into its line).
 
 What a user did wrong is one line, `error: ...`, on standard error. A bug of ours is a traceback: a ValueError that comes from
 somebody else's code is no mistake that a user could mend by reading it.
@@ -6,6 +7,8 @@ somebody else's code is no mistake that a user could mend by reading it.
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
+
+from megatrain.cli import show
 
 # typer brings its own click or uses the installed one, depending on its version. Either way what the parser raises is a
 # ClickException, and a BadParameter is a UsageError is a ClickException.
@@ -23,12 +28,16 @@ _INTERRUPTED = 130
 
 
 def run_app(app: typer.Typer) -> None:
-    """Run the verb that the arguments name; always ends in SystemExit, or in an exception that is a bug."""
+    """Run the verb that the arguments name; always ends in SystemExit, in KeyboardInterrupt, or in an exception that is a bug."""
+    _guard_streams()
+    show.begin()
     with ends():
         code = app(standalone_mode=False)
         # Verbs return nothing; a number is what typer makes of --help (0) and of Ctrl-C (130).
         if code == _INTERRUPTED:
             raise KeyboardInterrupt
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what cannot be written is a failure that has its line
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -37,8 +46,8 @@ def ends() -> Iterator[None]:
     """Turn what is no bug into its line and exit code."""
     try:
         yield
-    except (KeyboardInterrupt, typer.Abort):
-        _stop("interrupted", _INTERRUPTED)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
     except typer.Exit as done:
         sys.exit(done.exit_code)
     except _PARSER_ERROR as problem:  # an option that does not exist, a value of the wrong type
@@ -72,6 +81,37 @@ def naming(name: str | Path) -> Iterator[None]:
         if not _raised_here(problem) or str(problem).startswith(f"{name}: "):
             raise
         raise ValueError(f"{name}: {problem}") from None
+
+
+class _Output(io.FileIO):
+    """A standard stream that a verb can do without: files are what it is run for. A reader that has had enough (`| head`) is no
+    failure, and the verb goes on to its end. Standard output that cannot be written is one, once and by its name; standard error
+    that cannot be written has nobody to be told."""
+
+    lost = False
+
+    def write(self, data: Any) -> int:
+        if not self.lost:
+            try:
+                return super().write(data)
+            except OSError as problem:
+                self.lost = True
+                if self.fileno() == 1 and not isinstance(problem, BrokenPipeError):
+                    raise OSError(problem.errno, problem.strerror, "standard output") from None
+        return memoryview(data).nbytes
+
+
+def _guard_streams() -> None:
+    """Make the interpreter's own streams `_Output`; one that is closed leads nowhere, and `print` not from one to the other."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", errors="replace"))  # noqa: SIM115
+        elif stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):  # nobody replaced it, as tests do
+            stream.flush()
+            by_line = number == 2 or stream.line_buffering or stream.write_through
+            raw = io.BufferedWriter(_Output(number, "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=by_line))
 
 
 def _raised_here(problem: Exception) -> bool:

@@ -6,13 +6,15 @@ import json
 import math
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -32,6 +34,16 @@ err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 SAID_EVERY_S = 10.0
 """Between two lines of progress where there is no terminal."""
 _SHORTEST_WAIT_S = 0.01
+_READABLE = 12
+"""Cells. A column is not broken into narrower ones: the table runs over the width instead."""
+_GAP = 2
+_begun = False
+
+
+def begin() -> None:
+    """A verb's output begins: blank lines stand between its parts, and none before the first."""
+    global _begun
+    _begun = False
 
 
 def seconds(ns: float) -> str:
@@ -50,27 +62,32 @@ def json_object(fields: Mapping[str, Any]) -> None:
 
 def pairs(title: str, rows: Mapping[str, str]) -> None:
     """A table of names and values; a long value goes on below itself."""
-    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(Text(name), Text(value))
-    _titled(title, table)
+    _titled(title, table, broken=_widest(rows.values()), fixed=_widest(rows) + _GAP, least=_READABLE)
 
 
 def rows(title: str, header: Sequence[str], body: Sequence[Sequence[str]]) -> None:
-    """A table whose first column is text and whose others are figures."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    """A table whose first column is text, broken between words where it is too long, and whose others are figures."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, _GAP, 0, 0))
     for i, name in enumerate(header):
         table.add_column(Text(name), justify="left" if i == 0 else "right", no_wrap=i > 0, overflow="fold")
     for line in body:
         table.add_row(*map(Text, line))
-    _titled(title, table)
+    first, *others = zip(header, *body, strict=True)
+    words = _widest(word for cell in first for word in cell.split())
+    fixed = sum(_GAP + _widest(column) for column in others)
+    _titled(title, table, broken=_widest(first), fixed=fixed, least=max(words, _READABLE))
 
 
 def text(block: str) -> None:
     """Text that is laid out already. In a terminal, prose (a line without columns) is broken between words where it is too
     long; in a file every line stays whole."""
+    global _begun
+    _begun = True
     for line in block.rstrip("\n").split("\n"):
         prose = out.is_terminal and "  " not in line.strip()
         indent = line[: len(line) - len(line.lstrip())] + "  "
@@ -81,12 +98,25 @@ def text(block: str) -> None:
             out.print(piece, soft_wrap=True)
 
 
-def _titled(title: str, table: Table) -> None:
-    # Not the table's own title: it would be as narrow as the table.
-    out.print()
-    out.print(title, style="bold", soft_wrap=True)
+def _gap() -> None:
+    global _begun
+    if _begun:
+        out.print()
+    _begun = True
+
+
+def _widest(cells: Iterable[str]) -> int:
+    return max(map(cell_len, cells), default=0)
+
+
+def _titled(title: str, table: Table, *, broken: int, fixed: int, least: int) -> None:
+    """`table` under its title. One column, `broken` wide by itself, may be broken, though to no less than `least`; the others and
+    the gaps take what they take, `fixed`."""
+    _gap()
+    out.print(title, style="bold", soft_wrap=True)  # not the table's own title: it would be as narrow as the table
+    table.width = fixed + min(broken, max(least, out.width - fixed))
     with out.capture() as drawn:
-        out.print(table)
+        out.print(table, crop=False)
     for line in drawn.get().splitlines():
         out.file.write(line.rstrip() + "\n")  # rich fills the last column up with spaces
 
@@ -124,7 +154,7 @@ def lanes(schedule: Schedule, steady: Steady, step_ns: int, facts: Facts) -> Non
 
 def notes(lines: Sequence[str]) -> None:
     if lines:
-        out.print()
+        _gap()
     for line in lines:
         text(f"note: {line}")
 
@@ -158,26 +188,37 @@ def profile(found: HardwareProfile) -> None:
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[float | None, str], None]]:
     """A bar on standard error, gone when it is done; a call gives the share that is done (None: unknown) and what is being done.
-    Where standard error is no terminal, nothing is drawn; there, what takes long says so in a line every `SAID_EVERY_S` seconds,
-    called or not, for as long as the context lasts."""
-    columns = (
-        BarColumn(bar_width=16),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-    )
-    if not err.is_terminal:
+    Where standard error is no terminal, or one that cannot take a line back, nothing is drawn; there, what takes long says so in
+    a line every `SAID_EVERY_S` seconds, called or not, for as long as the context lasts."""
+    if not err.is_terminal or err.is_dumb_terminal:
         lines = _Lines(title)
         with lines:
             yield lines.say
         return
+    # A column that may be broken is what gives way in a narrow terminal: what is being done, which cuts itself.
+    columns = (BarColumn(bar_width=16, table_column=Column(no_wrap=True)), _Clock(table_column=Column(no_wrap=True)), _What())
     with Progress(*columns, console=err, transient=True) as bars:
         task = bars.add_task(title, total=None)
 
         def draw(done: float | None, text: str) -> None:
-            total = None if done is None else 1.0
-            bars.update(task, total=total, completed=done or 0.0, description=f"{title}: {text}")
+            bars.tasks[0].total = None if done is None else 1.0  # None is for update() the total as it was
+            bars.update(task, completed=done or 0.0, description=f"{title}: {text}")
 
         yield draw
+
+
+class _Clock(ProgressColumn):
+    """Time since the bar was made. rich's own stops at the first 100%, after which another phase may begin here."""
+
+    def render(self, task: Task) -> Text:
+        return Text(str(timedelta(seconds=int(task.elapsed or 0))), style="progress.elapsed")
+
+
+class _What(ProgressColumn):
+    """A task's description in one line."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
 class _Lines:
