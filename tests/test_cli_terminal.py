@@ -226,3 +226,9 @@ def test_a_reader_that_has_had_enough_is_no_failure(more: tuple[str, ...]) -> No
         os.close(write)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert Path("predicted.json").is_file()
+
+
+def test_help_says_the_exit_codes(megatrain: Commands) -> None:
+    said = " ".join(megatrain("--help").out.split())
+    for code in ("0 done", "1 failed", "2 bad input or infeasible", "130 interrupted"):
+        assert code in said

@@ -7,6 +7,7 @@ verb needs it: predicting takes no GPU and no PyTorch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -35,5 +36,6 @@ def main() -> None:
 
 
 def _end(*_: Any) -> None:
-    os.write(2, b"error: interrupted\n")
+    with contextlib.suppress(OSError):  # of a stream that is closed
+        os.write(2, b"error: interrupted\n")
     os._exit(130)

@@ -36,8 +36,8 @@ def root(
     """Train models larger than a GPU's memory, and know beforehand how fast.
 
     One schedule is planned, simulated and run: calibrate measures a machine, plan finds the fastest plan that fits, simulate
-    predicts a step, run trains, compare lays prediction and run side by side. Exit codes: 0 done, 1 failed, 2 bad usage or
-    too large.
+    predicts a step, run trains, compare lays prediction and run side by side. Exit codes: 0 done, 1 failed, 2 bad input or
+    infeasible, 130 interrupted.
     """
     if version:
         from importlib.metadata import version as version_of
