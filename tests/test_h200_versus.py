@@ -273,6 +273,7 @@ def test_a_rehearsal_runs_ours_and_plain(tmp_path: Path, capsys: pytest.CaptureF
     assert comparable(lines) == lines
     assert ratios(lines) == [], "nothing to compare with"
     assert json.loads((tmp_path / "rows.jsonl").read_text())["row"] == "7b-all-4096"
+    assert {path.name for path in tmp_path.glob("7b-all-4096.*")} == {"7b-all-4096.measured.json.gz", "7b-all-4096.stalls.txt"}
 
 
 CODE = "import os, signal, torch; from papers.h200.process import answer\ndef work(answers):\n    {}\nanswer(work)"

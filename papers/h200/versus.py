@@ -2,7 +2,8 @@
 fastest of DeepSpeed's documented settings, `... compare --out DIR [--rows ...]` runs, for each size, our engine's rows, DeepSpeed
 with those settings, and plain PyTorch.
 
-- `megatrain`: a row of `papers.h200.rows`, run as `rows measure` runs it; its full line is appended to DIR/rows.jsonl as well.
+- `megatrain`: a row of `papers.h200.rows`, run as `rows measure` runs it; its full line, trace and stalls are kept in
+  DIR as well.
 - `deepspeed`, `plain`: see `papers.h200.rivals`, which says what all have in common and how a step is timed.
 
 A rival keeps activations where they fit. `plain` runs so first, and once more with checkpointing if the GPU's memory ran out.
@@ -30,7 +31,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -128,15 +128,15 @@ def fastest_that_fits(call: Call, system: str, settings: str, name: str, tokens:
 
 
 def ours(call: Call, row: str, rates: dict[str, float] | None) -> tuple[Mapping[str, Any], dict[str, float] | None]:
-    """The line of a row of our engine, and the machine's rates, once measured. The row's full line goes to rows.jsonl."""
+    """The line of a row of our engine, and the machine's rates, once measured. The row's full line goes to rows.jsonl, its trace
+    and stalls beside it."""
     it = ROWS[row]
     full: dict[str, Any] = {}
     line = call.line("megatrain", row, it.model, it.tokens, None) | {"gpu_memory_gib": it.gpu_memory_gib}
 
     def run() -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as traces:  # of which nothing is kept
-            command = child_command(row, call.device, call.commit, Known(machine=rates), Path(traces))
-            full.update(call.process(line, os.environ, command))
+        command = child_command(row, call.device, call.commit, Known(machine=rates), call.out)
+        full.update(call.process(line, os.environ, command))
         if "error" in full:
             return full
         with (call.out / "rows.jsonl").open("a") as log:
