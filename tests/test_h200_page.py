@@ -152,6 +152,17 @@ def test_the_summary_takes_the_largest_models_and_all_predictions(results: Path)
     assert f"Over 3 rows, predictions lie **{off[1]:.1%}** from" in said and f"{off[2]:.1%} at most" in said
 
 
+def test_predictions_of_layers_that_were_not_calibrated_are_told_apart(results: Path) -> None:
+    write(results / "rows.jsonl", row(), row("3b-24-16384", model="3B"))
+    found = page_of(results)
+    known, unknown = (abs(predicted(results, name) / 2.2022 - 1) for name in ("7b-24-16384", "3b-24-16384"))
+    assert f"Over 1 rows, predictions lie **{known:.1%}** from" in found["summary"]
+    assert f"Over 1 rows of 3B, no layer of which was timed before, predictions lie **{unknown:.1%}** from" in found["summary"]
+    assert "It has none of 3B: " in found[SECTIONS[0]]
+    says = {name: cells(found["Speed and memory"], f"`{name}`")["predicted [s]"] for name in ("7b-24-16384", "3b-24-16384")}
+    assert says["3b-24-16384"].endswith("%, by rates)") and says["7b-24-16384"].endswith("%)")
+
+
 def test_models_larger_than_the_gpu_have_their_state_beside_both_memories(results: Path) -> None:
     large = row("14bx62-all-1024", model="14B-62", tokens=1024, gpu_memory_gib=None)
     write(results / "rows.jsonl", row(), large)

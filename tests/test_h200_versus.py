@@ -43,9 +43,9 @@ def line(system: str = "megatrain", step_s: float = 1.0, **changes: Any) -> dict
 
 def test_a_ratio_is_tokens_a_second_over_deepspeeds_at_the_same_tokens() -> None:
     lines = [
+        line(step_s=1.0, tokens=16384), line("deepspeed", 3.0, tokens=16384),
         line(step_s=0.5), line(step_s=0.8, gpu_memory_gib=16, settings="3b-16-4096"), line("deepspeed", 2.0),
-        line("plain", 0.1), line(step_s=1.0, tokens=16384), line("deepspeed", 3.0, tokens=16384),
-        line(step_s=2.0, tokens=32768), line("deepspeed", tokens=32768, error="OutOfMemoryError: no"),
+        line("plain", 0.1), line(step_s=2.0, tokens=32768), line("deepspeed", tokens=32768, error="OutOfMemoryError: no"),
     ]  # fmt: skip
     assert ratios(lines) == [
         {"model": "3B", "gpu_memory_gib": None, "tokens": 4096, "ratio": 4.0},

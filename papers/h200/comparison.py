@@ -85,21 +85,22 @@ def title(line: Mapping[str, Any]) -> str:
 
 def ratios(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Tokens a second of each row of ours over DeepSpeed's at the same model and tokens, {"model", "gpu_memory_gib", "tokens",
-    "ratio"}, in the rows' order. DeepSpeed's are of its fastest line of that size, whatever its settings; its memory is not
-    limited, so one serves rows of every `gpu_memory_gib`. A row without one has no ratio. ValueError, in one line, for lines that
-    cannot be compared (`comparable`)."""
+    "ratio"}, model by model, fewest tokens first. DeepSpeed's are of its fastest line of that size, whatever its settings; its
+    memory is not limited, so one serves rows of every `gpu_memory_gib`. A row without one has no ratio. ValueError, in one line,
+    for lines that cannot be compared (`comparable`)."""
     found = comparable(lines)
     theirs: dict[tuple[Any, Any], float] = {}
     for line in found:
         if line["system"] == "deepspeed":
             size = line["model"], line["tokens"]
             theirs[size] = min(line["step_s"], theirs.get(size, math.inf))
+    models = [line["model"] for line in found]
     return [
         {
             "model": line["model"], "gpu_memory_gib": line["gpu_memory_gib"], "tokens": line["tokens"],
             "ratio": round(theirs[line["model"], line["tokens"]] / line["step_s"], 3),
         }
-        for line in found
+        for line in sorted(found, key=lambda line: (models.index(line["model"]), line["tokens"]))
         if line["system"] == "megatrain" and (line["model"], line["tokens"]) in theirs
     ]  # fmt: skip
 

@@ -35,7 +35,7 @@ NO_LIMIT_S = 60.0
 """The limit of rows of whose time nothing is promised (`ROWS`)."""
 WORST = 3
 """How many of the rows furthest from floor and prediction are named."""
-GIB, YES = 1 << 30, {True: "yes", False: "no"}
+GIB, YES, FILLED = 1 << 30, {True: "yes", False: "no"}, {True: "#332288", False: "white"}
 SYSTEMS = {"megatrain": "megatrain", "deepspeed": "DeepSpeed", "plain": "plain PyTorch"}
 PHASES = {
     "import_s": "interpreter, libraries, checks, record: what the others leave", "memory_s": "made, touched, pinned",
@@ -71,8 +71,9 @@ AGAIN = """\
     make h200-table                                                        # the rows, judged, with floors, rates and memory
     python -m papers.h200.page                                             # this page
 
-Raw data is in `results/`, one JSON line a run: `rows.jsonl`, `first_step.jsonl`, `checks.jsonl`, and what `versus` writes once it
-was run; and `calibrated.json`, the machine's profile. Plans are in `plans/`, DeepSpeed's settings in `deepspeed/`."""
+Raw data is in `results/`, one JSON line a run: `rows.jsonl`, `first_step.jsonl`, `checks.jsonl`, `versus.jsonl` and
+`versus-search.jsonl`; and `calibrated.json`, the machine's profile. Plans are in `plans/`, DeepSpeed's settings in
+`deepspeed/`."""
 
 # ---- what sections share -----------------------------------------------------------------------------------------------
 
@@ -109,6 +110,19 @@ def furthest(found: Results) -> list[tuple[float, float, Row]]:
     return sorted(((abs(seconds / row.m.step_s - 1), seconds, row) for seconds, row in known), key=lambda it: -it[0])
 
 
+def how_far(found: Results) -> Iterator[tuple[bool, int, float, float]]:
+    """Of rows whose layers were calibrated (true), and of those whose were not: how many have a prediction, and how far these lie
+    from the measurements, in the median and at most. Neither where there are none."""
+    for calibrated in (True, False):
+        if off := [distance for distance, _, row in furthest(found) if row.entry.calibrated == calibrated]:
+            yield calibrated, len(off), statistics.median(off), off[0]
+
+
+def by_rates(found: Results) -> list[str]:
+    """The models whose layers were not calibrated."""
+    return list(dict.fromkeys(row.m.model for row in found.rows if not row.entry.calibrated))
+
+
 def fastest(found: Results, system: str, size: tuple[str, int]) -> Run | None:
     ran = [run for run in found.versus if run.system == system and run.size == size and not run.error]
     return min(ran, key=lambda run: run.step_s, default=None)
@@ -134,10 +148,10 @@ def summary(found: Results) -> str:
     for row in {row.m.row: row for row in heads}.values():
         said.append(f"A model of {row.numel / 1e9:.1f} billion parameters takes a step of {row.m.tokens:,} tokens in")
         said.append(f"**{s(row.m.step_s)} s** {within(row.m.gpu_memory_gib)}.")
-    if off := furthest(found):
-        middle = statistics.median(distance for distance, *_ in off)
-        said.append(f"Over {len(off)} rows, predictions lie **{middle:.1%}** from the measured time of a step in the median,")
-        said.append(f"{off[0][0]:.1%} at most.")
+    for calibrated, count, middle, most in how_far(found):
+        whose = "" if calibrated else f" of {', '.join(by_rates(found))}, no layer of which was timed before"
+        said.append(f"Over {count} rows{whose}, predictions lie **{middle:.1%}** from the measured time of a step in the median,")
+        said.append(f"{most:.1%} at most.")
     if found.ratios:
         said.append(f"It trains **{min(found.ratios):.2f} to {max(found.ratios):.2f} times** the tokens a second of DeepSpeed")
         said.append("ZeRO-3 with offload.")
@@ -151,8 +165,9 @@ def summary(found: Results) -> str:
     return " ".join(said)
 
 
-def method() -> str:
-    machine, recipe = load_hardware(CALIBRATED), ROWS["7b-all-16384"].recipe
+def method(found: Results) -> str:
+    machine, recipe, others = load_hardware(CALIBRATED), ROWS["7b-all-16384"].recipe, ", ".join(by_rates(found))
+    rates = f" It has none of {others}: those times follow from rates of products and memory (*by rates*)." * bool(others)
     return f"""\
 **The machine** is one NVIDIA H200 with {machine.device_memory_bytes / GIB:.1f} GiB of memory, {machine.cores} cores and \
 {machine.host_memory_bytes / GIB:.1f} GiB of host memory that can be used, {HOST_MEMORY / GIB:g} of them by plans.
@@ -175,7 +190,7 @@ warm-up (*segments flat*), and that memory is as the simulator's *ledger* says.
 **A predicted time** is a simulation of the same plan's schedule with a profile of the machine, `results/calibrated.json`. The
 profile holds times of single layers of these shapes, at these rows' batch sizes, and rates of copies and of the optimizer, alone
 and beside each other. `rows calibrate` made it on such a machine at another time than the rows; nothing is fitted to what
-the rows took."""
+the rows took.{rates}"""
 
 
 def speed(found: Results) -> str:
@@ -193,12 +208,13 @@ def speed(found: Results) -> str:
 
 def _speed(row: Row) -> dict[str, str]:
     m, entry = row.m, row.entry
+    by = "" if entry.calibrated else ", by rates"
     return {
         "row": f"`{m.row}`", "model": m.model, "tokens a step": f"{m.tokens:,}",
         "recipe": ", ".join(["no clipping"] * (not m.clipping) + ["deterministic"] * m.deterministic),
         "measured [s] (spread)": f"{s(m.step_s)} ({s(m.spread[0])} to {s(m.spread[1])})",
         "at most [s]": s(m.limit_s) if m.limit_s < NO_LIMIT_S else "",
-        "predicted [s]": f"{s(entry.predicted_s)} ({entry.predicted_s / m.step_s - 1:+.1%})" if entry.predicted_s else "",
+        "predicted [s]": f"{s(entry.predicted_s)} ({entry.predicted_s / m.step_s - 1:+.1%}{by})" if entry.predicted_s else "",
         "floor [s]": s(entry.floor.seconds) if entry.floor else entry.why_no_floor,
         "step / floor": f"{row.over_floor:.3f}" if entry.floor else "", "TFLOPS (6N)": f"{m.tflops_6n:g}",
         "GPU peak [GiB]": f"{m.gpu_peak_gib:.2f}" + (f" of {m.gpu_memory_gib:g}" if m.gpu_memory_gib is not None else ""),
@@ -231,8 +247,8 @@ def larger(found: Results) -> str:
 def rivals(found: Results) -> str:
     parts = [NOT_YET]
     if found.versus:
-        sizes = [run.size for run in found.versus]
-        runs = sorted(found.versus, key=lambda run: sizes.index(run.size))
+        models = [run.model for run in found.versus]
+        runs = sorted(found.versus, key=lambda run: (models.index(run.model), run.tokens))
         parts = [
             "All train the same model from the same weights on the same tokens with the same recipe, one after the other on one "
             f"machine, at {commits(run.commit for run in runs)}. DeepSpeed keeps parameters and optimizer in host memory, plain "
@@ -244,9 +260,13 @@ def rivals(found: Results) -> str:
     search = sorted(found.search, key=lambda run: (bool(run.error), run.step_s))
     if not search:
         return "\n\n".join([*parts, "The search of DeepSpeed's settings is not measured yet."])
+    tried = dict.fromkeys(f"`{run.settings}`" for run in found.versus if run.system == "deepspeed")
+    besides = [name for name in tried if name != f"`{search[0].settings}`"]
+    also = f"Above, {', '.join(besides)} ran as well. " * bool(besides)
     parts.append(
-        f"DeepSpeed's settings are the fastest of a search at {search[0].model} and {search[0].tokens:,} tokens, at "
-        f"{commits(run.commit for run in search)}. [Settings](deepspeed/README.md) says what each is."
+        f"DeepSpeed's `{search[0].settings}` is the fastest of a search at {search[0].model} and {search[0].tokens:,} tokens, at "
+        f"{commits(run.commit for run in search)}. {also}"
+        "Ratios are over DeepSpeed's fastest line of a size. [Settings](deepspeed/README.md) says what each is."
     )
     keys = ({"settings": run.settings, "checkpointing": YES[bool(run.checkpointing)], "seconds": took(run)} for run in search)
     return "\n\n".join([*parts, markdown(keys)])
@@ -361,7 +381,8 @@ def losses(found: Results) -> str:
         if row.over_floor > 1:
             said.append(f"`{row.m.row}` takes {row.over_floor:.3f} times its floor{': ' * bool(row.waits)}{row.waits}.")
     for distance, predicted_s, row in furthest(found)[:WORST]:
-        said.append(f"`{row.m.row}` takes {s(row.m.step_s)} s where {s(predicted_s)} s were predicted, {distance:.1%} off.")
+        by = "" if row.entry.calibrated else " by rates"
+        said.append(f"`{row.m.row}` takes {s(row.m.step_s)} s where {s(predicted_s)} s were predicted{by}, {distance:.1%} off.")
     return "\n".join(f"- {' '.join(text.split())}" for text in said) or "Nowhere, in what is measured."
 
 
@@ -371,7 +392,7 @@ def losses(found: Results) -> str:
 def page(found: Results) -> str:
     """The whole page in Markdown. It shows page.png where a row has a prediction."""
     sections = {
-        "What was measured, and how": method(), "Speed and memory": speed(found),
+        "What was measured, and how": method(found), "Speed and memory": speed(found),
         "Larger than the GPU, and than the host": larger(found),
         "Beside DeepSpeed ZeRO-3 with offload, and plain PyTorch": rivals(found), "Time to the first step": start(found),
         "Checks": checks(found), "Where we lose": losses(found), "How to repeat it": AGAIN,
@@ -384,23 +405,27 @@ def page(found: Results) -> str:
 
 def picture(found: Results) -> bytes:
     """A PNG: by row, how far the predicted step lies from the measured one, the fastest and the slowest."""
-    rows, off = [(row.m, row.entry.predicted_s) for row in found.rows if row.entry.predicted_s], furthest(found)
+    rows = [(row, row.entry.predicted_s) for row in found.rows if row.entry.predicted_s]
     with drawing(10, 1.75 + 0.3 * len(rows)) as figure:
         ax = add_axes(figure, left=2.6, right=1.7, bottom=0.75, top=0.9)
-        for y, (m, predicted_s) in enumerate(rows):
+        for y, (row, predicted_s) in enumerate(rows):
+            m = row.m
             low, middle, high = (100 * (predicted_s / measured_s - 1) for measured_s in (m.spread[0], m.step_s, m.spread[1]))
             ax.plot([low, high], [y, y], color="#88ccee", linewidth=5, solid_capstyle="butt")
-            ax.plot(middle, y, marker="o", markersize=7, color="#332288")
+            ax.plot(middle, y, marker="o", markersize=7, color="#332288", markerfacecolor=FILLED[row.entry.calibrated])
             said = f"{s(predicted_s)} s, {s(m.step_s)} s"
             ax.text(1.03, y, said, transform=ax.get_yaxis_transform(), va="center", fontsize=9.5)
         ax.text(1.03, -0.9, "predicted, measured", transform=ax.get_yaxis_transform(), va="center", fontsize=9.5, color=FAINT)
         ax.axvline(0, color=FAINT, linewidth=1.2)
-        ax.set_yticks(range(len(rows)), [m.row for m, _ in rows])
+        ax.set_yticks(range(len(rows)), [row.m.row for row, _ in rows])
         ax.set_ylim(len(rows) - 0.5, -0.5)
         ax.grid(True, axis="x")
         ax.set_xlabel("prediction's error [%]; negative: steps took longer\npoint: median step; bar: fastest to slowest step")
-        apart = f"predictions of the median step are off by {statistics.median(it[0] for it in off):.1%} in the median of rows"
-        add_title(ax, "Step time, predicted and measured", f"{apart}, {off[0][0]:.1%} at most", gap=8)
+        apart = [
+            f"{count} rows{'' if calibrated else ' of layers not timed before (hollow)'}: median {middle:.1%}, at most {most:.1%}"
+            for calibrated, count, middle, most in how_far(found)
+        ]
+        add_title(ax, "Step time, predicted and measured", "; ".join(apart), gap=8)
         png = io.BytesIO()
         figure.savefig(png, format="png")
         return png.getvalue()

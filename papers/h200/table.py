@@ -114,7 +114,8 @@ class Entry:
     """A row of the table. `floor` is None without rates or without the plan that ran; `why_no_floor` then says which. `missed`
     are the promises it does not keep beside its time, `ledger` its memory by the names of `LEDGER`, (predicted, measured) GiB.
     `predicted_s` is the step that the simulator gives for the plan that ran, with `results/calibrated.json`: rates of another
-    call, none of this row's."""
+    call, none of this row's. `calibrated` says whether that profile holds times of the model's layers; without them they are
+    predicted from the machine's rates."""
 
     measured: Measurement
     rates: Rates | None
@@ -123,6 +124,7 @@ class Entry:
     missed: tuple[str, ...]
     ledger: dict[str, tuple[float, float]]
     predicted_s: float | None = None
+    calibrated: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +185,8 @@ def _entry(name: str, raw: dict[str, Any], repository: Path, plans: Path, model_
         raise ValueError(f"commit: {differs}")
     rates = build(Rates, raw["rates"], "rates") if raw.get("rates") is not None else None
     job, why = _job(name, raw, measured.commit, repository, plans)
+    profile, model = load_hardware(CALIBRATED), model_of(measured.model)
+    layers = {block.numel for block in model.blocks if block.kind == "layer"}
     floor = predicted = None
     if job is not None:
         recipe = job.recipe
@@ -190,9 +194,8 @@ def _entry(name: str, raw: dict[str, Any], repository: Path, plans: Path, model_
         for field, value in ran.items():
             if getattr(measured, field) != value:
                 raise ValueError(f"{field}: is {short(getattr(measured, field))}, but {short(value)} by the recipe of its job")
-        model = model_of(measured.model)
         schedule = lower(model, recipe, job.plan)
-        predicted = step_time(schedule, simulate(schedule, load_hardware(CALIBRATED))).mean_ns / 1e9
+        predicted = step_time(schedule, simulate(schedule, profile)).mean_ns / 1e9
         if rates is not None:
             floor = floor_s(model, recipe, job.plan, rates)
     missed = [f"not so: {field}" for field in PROMISED if raw.get(field, True) is not True]
@@ -207,6 +210,7 @@ def _entry(name: str, raw: dict[str, Any], repository: Path, plans: Path, model_
     return Entry(
         measured=measured, rates=rates, floor=floor, why_no_floor="" if floor else "no rates" if rates is None else why,
         missed=tuple(missed), ledger=ledger, predicted_s=predicted,
+        calibrated=layers <= {row.numel for row in profile.compute.measured if row.block == "layer"},
     )  # fmt: skip
 
 
