@@ -72,7 +72,8 @@ class MeasuredOp(NamedTuple):
     `seq_len` (both 1 for a pack).
 
     A tied head counts the embedding's matrix, which it multiplies by, among its parameters. `conditions` is what `conditions`
-    says of the recipe it was measured under; empty stands for every recipe.
+    says of the recipe it was measured under; empty stands for every recipe. `adds`: of a micro-batch after the first, whose
+    gradient is added to that of those before; a row that does not add stands for all micro-batches where there is none that does.
     """
 
     kind: ComputeKind
@@ -82,6 +83,7 @@ class MeasuredOp(NamedTuple):
     seq_len: int
     duration_ns: int
     conditions: str = ""
+    adds: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ does twice the products of a forward and 2.5 times its attention (scores are com
 without its last product comes first. If a profile has measured durations and one is missing, the notes say what was asked
 outside of them.
 
-Not covered: what a kernel's shape does to its rate, clocks that fall with power, copies that take GPU memory bandwidth.
+Not covered: what a kernel's shape does to its rate, copies that take GPU memory bandwidth, and the clock of a GPU, which falls
+within some 50 ms of work without a pause. Measured durations are of sustained work; after a pause ops are quicker than that.
 """
 
 from __future__ import annotations
@@ -122,10 +123,10 @@ class _CostModel:
         self.notes: set[str] = set()
         self.memo: dict[tuple[object, ...], Work] = {}
         # Rows that hold for this recipe only; one measured under just these conditions comes before one for every recipe.
-        self.measured: dict[tuple[str, str, int, int], dict[int, int]] = {}
+        self.measured: dict[tuple[str, str, int, int, bool], dict[int, int]] = {}
         for row in sorted(hardware.compute.measured, key=lambda row: row.conditions):
             if row.conditions in ("", conditions(row.kind, self.recipe)):
-                key = (row.kind, row.block, row.numel, row.seq_len)
+                key = (row.kind, row.block, row.numel, row.seq_len, row.adds)
                 self.measured.setdefault(key, {})[row.tokens] = row.duration_ns
         self.by_kind: dict[str, Callable[[Op], Work]] = {
             "input": self._h2d, "load": self._h2d, "save": self._d2h, "forward": self._forward, "loss": self._loss,
@@ -135,7 +136,8 @@ class _CostModel:
 
     def work(self, op: Op) -> Work:
         # An op's cost is a function of these: blocks of one shape differ only in where their bytes lie.
-        key = (op.kind, op.lane, op.block if op.lane == "compute" else None, _nbytes(op.reads), _nbytes(op.writes))
+        block, later = (op.block, bool(op.micro)) if op.lane == "compute" else (None, False)
+        key = (op.kind, op.lane, block, later, _nbytes(op.reads), _nbytes(op.writes))
         found = self.memo.get(key)
         if found is None:
             found = self.memo[key] = self.by_kind[op.kind](op)
@@ -186,16 +188,16 @@ class _CostModel:
         block = self._block(op)
         if block.kind == "embedding":
             nbytes = 2 * self._hidden_nbytes()
-            return self._compute("embedding", ns=self._memory_ns(nbytes), nbytes=nbytes, measured=("forward", block))
+            return self._compute("embedding", ns=self._memory_ns(nbytes), nbytes=nbytes, measured=("forward", block, False))
         nbytes = self._layer_nbytes(block)
-        return self._compute("forward", ns=self._layer_ns(block, 1), nbytes=nbytes, measured=("forward", block))
+        return self._compute("forward", ns=self._layer_ns(block, 1), nbytes=nbytes, measured=("forward", block, False))
 
     def _backward(self, op: Op) -> Work:
-        block = self._block(op)
+        block, adds = self._block(op), bool(op.micro)
         if block.kind == "embedding":
             # Gradients sorted by token, then summed into the accumulator, which is read (from the second on) and written.
             nbytes = 2 * self._hidden_nbytes() + _accumulator_nbytes(op)
-            return self._compute("embedding", ns=self._memory_ns(nbytes), nbytes=nbytes, measured=("backward", block))
+            return self._compute("embedding", ns=self._memory_ns(nbytes), nbytes=nbytes, measured=("backward", block, adds))
         keep = any(a.tag.what == "saved" for a in op.reads)
         accumulated = _accumulator_nbytes(op)
         ns = self._layer_ns(block, 2) + self._memory_ns(accumulated)
@@ -204,7 +206,7 @@ class _CostModel:
         nbytes = (2 if keep else 3) * self._layer_nbytes(block) + accumulated
         kernels = ("backward",) if keep else ("forward", "backward")
         kind: ComputeKind = "backward" if keep else "recompute_backward"
-        return self._compute(*kernels, ns=ns, nbytes=nbytes, measured=(kind, block))
+        return self._compute(*kernels, ns=ns, nbytes=nbytes, measured=(kind, block, adds))
 
     def _loss(self, op: Op) -> Work:
         """Tile by tile: logits, and in training their gradient and the head's; its accumulator is read and written by each."""
@@ -215,11 +217,11 @@ class _CostModel:
         products = self.model.forward_flops_per_token(head) * self.tokens * (3 if training else 1)
         ns = self._products_ns(products) + self._memory_ns(nbytes)
         kind: ComputeKind = "loss" if training else "loss_forward"
-        return self._compute("loss", times=tiles, ns=ns, nbytes=nbytes, measured=(kind, head))
+        return self._compute("loss", times=tiles, ns=ns, nbytes=nbytes, measured=(kind, head, bool(op.micro)))
 
     def _pack(self, op: Op) -> Work:
         nbytes = _nbytes(op.reads) + _nbytes(op.writes)
-        return self._compute("pack", ns=self._memory_ns(nbytes), nbytes=nbytes, measured=("pack", self._block(op)))
+        return self._compute("pack", ns=self._memory_ns(nbytes), nbytes=nbytes, measured=("pack", self._block(op), False))
 
     def _layer_ns(self, block: BlockSpec, passes: int) -> int:
         """A decoder layer's forward (`passes` 1) or backward from kept activations (2), by the spec source, launches aside."""
@@ -268,7 +270,7 @@ class _CostModel:
             )
 
     def _compute(
-        self, *kernels: str, ns: int, nbytes: int, times: int = 1, measured: tuple[ComputeKind, BlockSpec] | None = None
+        self, *kernels: str, ns: int, nbytes: int, times: int = 1, measured: tuple[ComputeKind, BlockSpec, bool] | None = None
     ) -> Work:
         """`ns` by the spec source unless it was measured; `kernels` are launched `times` over. On the host it shares DRAM
         (`nbytes` of traffic) and cores."""
@@ -282,18 +284,19 @@ class _CostModel:
             return Work(launches + ns)
         return Work(launches, ns, NS_PER_S, "compute", self._threads(), nbytes)
 
-    def _lookup(self, kind: ComputeKind, block: BlockSpec) -> int | None:
+    def _lookup(self, kind: ComputeKind, block: BlockSpec, adds: bool) -> int | None:
         """The measured duration, or None."""
         if not self.hardware.compute.measured:
             return None
         numel = block.numel + (self.model.embedding.numel if block.tied else 0)
         tokens, seq_len = (1, 1) if kind == "pack" else (self.tokens, self.recipe.seq_len)
-        rows = sorted(self.measured.get((kind, block.kind, numel, seq_len), {}).items())
-        i = bisect_left(rows, (tokens, 0))
-        if i < len(rows) and rows[i][0] == tokens:
-            return rows[i][1]
-        if 0 < i < len(rows):
-            return interpolate(rows[i - 1], rows[i], tokens)
+        for of in (True, False) if adds else (False,):
+            rows = sorted(self.measured.get((kind, block.kind, numel, seq_len, of), {}).items())
+            i = bisect_left(rows, (tokens, 0))
+            if i < len(rows) and rows[i][0] == tokens:
+                return rows[i][1]
+            if 0 < i < len(rows):
+                return interpolate(rows[i - 1], rows[i], tokens)
         at = "" if kind == "pack" else f" at {tokens} tokens in rows of {seq_len}"
         self.notes.add(
             f"{self.hardware.name}: {kind} of a {block.kind} of {numel} parameters{at} is outside the measured durations"

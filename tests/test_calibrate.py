@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatrain.calibrate import blocks, calibrate, traffic
@@ -25,7 +27,7 @@ from megatrain.hardware import Compute, HardwareProfile, Link, MeasuredOp, condi
 from megatrain.model import ModelSpec
 from megatrain.plan import Plan
 from megatrain.recipe import Recipe
-from megatrain.schedule import lower, lower_evaluation
+from megatrain.schedule import Schedule, lower, lower_evaluation
 from megatrain.trace import Trace
 from sim.cost import copy_ns, works
 from sim.sharing import Sharing
@@ -270,7 +272,7 @@ def profile_of(model: ModelSpec, recipe: Recipe) -> HardwareProfile:
 
 @pytest.fixture
 def simulated_engine(monkeypatch: pytest.MonkeyPatch) -> list[ModelSpec]:
-    """Engines whose traces are predictions of a known machine, on which micro-batches after the first take twice as long.
+    """Engines whose traces are predictions of a known machine, on which adding to gradients takes twice as long as writing them.
     The list gets the models that were trained."""
     trained: list[ModelSpec] = []
 
@@ -298,7 +300,8 @@ def simulated_engine(monkeypatch: pytest.MonkeyPatch) -> list[ModelSpec]:
 
             def doubled(event: Any) -> Any:
                 op = self.schedule.part(trace.parts[event.part]).ops[event.position]
-                return event._replace(end_ns=event.end_ns + bool(op.micro) * (event.end_ns - event.start_ns))
+                adds = bool(op.micro) and op.kind != "forward"
+                return event._replace(end_ns=event.end_ns + adds * (event.end_ns - event.start_ns))
 
             return replace(trace, events=tuple(doubled(e) for e in trace.events))
 
@@ -314,16 +317,56 @@ def test_blocks_are_what_the_trace_of_a_reduced_model_says(
     model, recipe = llama(tie_word_embeddings=tied), replace(RECIPE, micro_batches=micro_batches)
     with_host = Host("here", 1 << 30, MB, 0)
     found = blocks.measure_blocks(with_host, model=model, recipe=recipe, budget_s=0.01, seed=0)
-    # A fifth of five micro-batches is the first, which takes half as long as each of the others.
-    mean = {key: ns if key[0] == "pack" else ns * (2 * micro_batches - 1) / micro_batches for key, ns in ROWS_NS.items()}
-    rows = {(r.kind, r.block): r for r in found.measured}
-    assert rows.keys() == mean.keys() | {("loss_forward", "head")}
-    for key, ns in mean.items():
-        assert rows[key].duration_ns == pytest.approx(ns, abs=1)
-    expected = {(r.kind, r.block): r for r in profile_of(model, recipe).compute.measured}
-    for key, row in expected.items():
-        assert rows[key]._replace(duration_ns=0) == row._replace(duration_ns=0)
+    rows = {(r.kind, r.block, r.adds): r for r in found.measured if r.kind != "loss_forward"}
+    assert len(found.measured) == len(rows) + 1
+    adding = {key for key in ROWS_NS if key[0] in ("loss", "backward", "recompute_backward") and micro_batches > 1}
+    assert rows.keys() == {(*key, False) for key in ROWS_NS} | {(*key, True) for key in adding}
+    for row in profile_of(model, recipe).compute.measured:
+        for adds in (False, True):
+            if found_row := rows.get((row.kind, row.block, adds)):
+                assert found_row == row._replace(duration_ns=(1 + adds) * row.duration_ns, adds=adds)
     assert simulated_engine and all(len(m.layers) == blocks.LAYERS for m in simulated_engine)
+
+
+MS = 1_000_000
+
+
+@given(spans=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60)), max_size=40))
+def test_an_op_comes_after_work_if_nine_tenths_of_the_time_before_it_were_work(spans: list[tuple[int, int]]) -> None:
+    end, laid = 0, []
+    for pause, length in spans:
+        laid.append((end + pause, end + pause + length))
+        end = laid[-1][1]
+    worked = {t for start, stop in laid for t in range(start, stop)}
+    expected = [len(worked & set(range(start - 150, start))) >= 135 for start, _ in laid]
+    assert blocks.after_work([(start * MS, stop * MS) for start, stop in laid]) == expected
+
+
+@pytest.mark.parametrize(("on_host", "steady_parts", "ms"), [(False, 3, 40), (False, 0, 50), (True, 3, 50)])
+def test_of_a_gpus_ops_those_after_work_without_a_pause_count_if_there_are_any(
+    on_host: bool, steady_parts: int, ms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each op follows a pause and takes 50 ms, but for the last parts, where each takes 40 and none pauses."""
+
+    def train(device: Any, model: ModelSpec, recipe: Recipe, plan: Plan, **_: Any) -> tuple[Schedule, Trace]:
+        schedule = lower(model, recipe, plan)
+        trace = simulate(schedule, profile_of(model, recipe), steps=12, contention=False)
+        events, spans = list(trace.events), []
+        for i in sorted(range(len(events)), key=lambda i: events[i].start_ns):
+            event = events[i]
+            if schedule.part(trace.parts[event.part]).ops[event.position].lane == "compute":
+                steady = event.part >= len(trace.parts) - steady_parts
+                start = (spans[-1][1] if spans else 0) + (0 if steady else 400 * MS)
+                spans.append((start, start + (40 if steady else 50) * MS))
+                events[i] = event._replace(start_ns=spans[-1][0], end_ns=spans[-1][1])
+        return schedule, replace(trace, events=tuple(events))
+
+    monkeypatch.setattr(blocks, "_train", train)
+    monkeypatch.setattr(blocks, "_loss_forward", lambda *_, **__: [ms * MS])
+    device: Any = SimpleNamespace(on_host=on_host, memory_bytes=1 << 40, name="a device")
+    found = blocks.measure_blocks(device, model=llama(), recipe=replace(RECIPE, micro_batches=1), budget_s=1.0, seed=0)
+    assert {row.duration_ns for row in found.measured} == {ms * MS}
+    assert {row.adds for row in found.measured} == ({False} if on_host else {False, True})
 
 
 def test_a_gpu_measures_as_many_layers_as_it_holds_and_the_host_two() -> None:

@@ -81,7 +81,7 @@ def links(draw: st.DrawFn) -> Link:
 
 measured_ops = st.builds(
     MeasuredOp, kind=st.sampled_from(get_args(ComputeKind)), block=st.sampled_from(get_args(BlockKind)), numel=counts,
-    tokens=counts, seq_len=counts, duration_ns=durations,
+    tokens=counts, seq_len=counts, duration_ns=durations, adds=st.booleans(),
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from megatrain.files import load_hardware, load_job, save_hardware
 from megatrain.hardware import H200, HardwareProfile
 from megatrain.plan import Plan
 from megatrain.schedule import lower
-from papers.h200 import rows
+from papers.h200 import rows, sustained
 from papers.h200.clocks import Clocks
 from papers.h200.models import qwen
 from papers.h200.rates import MACHINE_RATES, rates_of
@@ -173,3 +173,15 @@ def wait_for(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_a_rows_trace_tells_sustained_work_from_what_follows_a_pause(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sustained.main(["14bx62-all-1024", "7b-all-4096"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line[:1].isdigit()] == ["14bx62-all-1024"] * 3 + ["7b-all-4096"]
+    found = {line["op"]: line for line in sustained.layer_times("14bx62-all-1024")}
+    layers, steps = 62, rows.MEASURED
+    assert sum(found[op]["after pauses, of"] for op in ("backward", "recompute backward")) == layers * steps  # type: ignore[misc]
+    assert all(line["sustained, of"] == 0 for line in found.values()), "the GPU waits for the host most of the time"
+    assert sustained.main(["8b"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

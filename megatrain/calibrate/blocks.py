@@ -1,17 +1,18 @@
 """Blocks in situ: how long each block's ops take where they will run, in the engine.
 
 A reduced model is trained for a few steps: blocks of the very shapes of the user's model, but few decoder layers, random
-weights, random tokens, at most two micro-batches. All state is resident, so that nothing else runs beside compute; the first
-layer keeps its activations, the others recompute them. The engine's own trace says how long each op took, so what is timed is
-what will run: the same kernels on the same kind of memory, after the same ops, bookkeeping included. It stays so whatever the
-engine does inside.
+weights, random tokens, two micro-batches (on the host at most as many as the recipe has). All state is resident, so that nothing
+else runs beside compute; the first layer keeps its activations, the others recompute them. The engine's own trace says how long
+each op took, so what is timed is what will run: the same kernels on the same kind of memory, after the same ops, bookkeeping
+included. It stays so whatever the engine does inside.
 
 Two layers on the host; on a GPU as many of eight as fit: its clock falls with the power it draws, and layers, which are most of
-a real step, draw more than the head, which is half of a step of two layers.
+a real step, draw more than the head, which is half of a step of two layers. The clock falls within some 50 ms of work and is back
+after a pause, so of a GPU's ops those count that come after `SUSTAINED_NS` of work with hardly a pause, as nearly all of a real
+step do; of a kind that has none (in small models, whose steps are short) all.
 
 A forward's row is that of the layer that recomputes; one that keeps its activations may take a few percent longer. The first
-micro-batch's gradient is written and the others' are added to it, which takes longer; a row is the mean over the
-recipe's micro-batches of both.
+micro-batch's gradient is written and the others' are added to it, which takes longer: there is a row of each.
 
 What ops of the cpu lane and copies cost beside their traffic is read off a model so small that nothing else is left.
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -49,9 +50,12 @@ LEAST_STEPS, MOST_STEPS = 3, 40
 """Steps that count; a trace holds 64 parts."""
 WARM_UP_SHARE = 0.3
 """Of a training's budget, what passes before steps count: clocks and caches are then those of a run that goes on."""
+SUSTAINED_NS, SUSTAINED_SHARE = 150_000_000, 0.9
+"""For how long, and for how much of it, a GPU has worked when its clock is taken to be that of sustained work."""
 
-_Key = tuple[ComputeKind, BlockKind]
-"""What, of which block: the layers are alike, and so are their ops but for what is kept, which the first says."""
+Key = tuple[ComputeKind, BlockKind, bool]
+"""What, of which block, and whether its gradient is added to that of earlier micro-batches. The layers are alike, and so are
+their ops but for what is kept, which the first says."""
 
 
 class Blocks(NamedTuple):
@@ -63,6 +67,13 @@ class Blocks(NamedTuple):
     spread: Spread
 
 
+class Sample(NamedTuple):
+    """How long an op took, and whether it came after sustained work."""
+
+    ns: int
+    sustained: bool
+
+
 class Overheads(NamedTuple):
     """`host_op_ns` of an op of the cpu lane, `copy_op_ns` of an op that copies, by the engine's thread, beside their traffic."""
 
@@ -72,18 +83,15 @@ class Overheads(NamedTuple):
 
 def measure_blocks(device: Device, *, model: ModelSpec, recipe: Recipe, budget_s: float, seed: int) -> Blocks:
     """Rows for every kind of op on every kind of block. ValueError if even the reduced model does not fit the device."""
-    short = replace(recipe, micro_batches=min(2, recipe.micro_batches))
+    short = replace(recipe, micro_batches=min(2, recipe.micro_batches) if device.on_host else 2)
     small, plan = _reduced(device, model, short)
     schedule, trace = _train(device, small, short, plan, budget_s=0.85 * budget_s, seed=seed)
-    first, later = _durations(schedule, trace)
     rows, spreads = [], []
-    for (kind, block), durations in first.items():
-        mean_ns = float(figure(durations, shared=device.on_host))
-        if later.get((kind, block)):
-            again_ns = figure(later[kind, block], shared=device.on_host)
-            mean_ns = (mean_ns + (recipe.micro_batches - 1) * again_ns) / recipe.micro_batches
-        rows.append(_row(kind, block, model, recipe, round(mean_ns)))
-        spreads.append(spread(durations, shared=device.on_host))
+    for (kind, block, adds), taken in samples(schedule, trace).items():
+        steady = [] if device.on_host else [sample for sample in taken if sample.sustained]
+        counts = [sample.ns for sample in steady or taken]
+        rows.append(_row(kind, block, model, recipe, figure(counts, shared=device.on_host), adds))
+        spreads.append(spread(counts, shared=device.on_host))
     evaluated = _loss_forward(device, model, recipe, budget_s=0.15 * budget_s, seed=seed)
     rows.append(_row("loss_forward", "head", model, recipe, figure(evaluated, shared=device.on_host)))
     spreads.append(spread(evaluated, shared=device.on_host))
@@ -156,20 +164,34 @@ def _train(device: Device, model: ModelSpec, recipe: Recipe, plan: Plan, *, budg
         return engine.schedule, engine.trace()
 
 
-def _durations(schedule: Schedule, trace: Trace) -> tuple[dict[_Key, list[int]], dict[_Key, list[int]]]:
-    """Durations of compute ops: of a step's first micro-batch, and of the others."""
-    first: dict[_Key, list[int]] = {}
-    later: dict[_Key, list[int]] = {}
-    for event in trace.events:
-        op = schedule.part(trace.parts[event.part]).ops[event.position]
-        kind = _kind(op)
-        if kind is None:
+def samples(schedule: Schedule, trace: Trace) -> dict[Key, list[Sample]]:
+    """What a trace says of compute ops, in the order in which they ran."""
+    found: dict[Key, list[Sample]] = {}
+    ran = [(event, schedule.part(trace.parts[event.part]).ops[event.position]) for event in trace.events]
+    compute = sorted(((event, op) for event, op in ran if op.lane == "compute"), key=lambda it: it[0].start_ns)
+    after = after_work([(event.start_ns, event.end_ns) for event, _ in compute])
+    for (event, op), sustained in zip(compute, after, strict=True):
+        if (kind := _kind(op)) is None:
             continue
         block = schedule.model.blocks[-1 if op.block is None else op.block]  # a loss is the head's
-        key = (kind, block.kind)
-        found = later if op.micro else first
-        found.setdefault(key, []).append(event.end_ns - event.start_ns)
-    return first, later
+        key = (kind, block.kind, bool(op.micro) and kind != "forward")
+        found.setdefault(key, []).append(Sample(event.end_ns - event.start_ns, sustained))
+    return found
+
+
+def after_work(spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """Of one lane's (start, end) in ns, in their order: whether at least `SUSTAINED_SHARE` of the `SUSTAINED_NS` before its
+    start was work."""
+    found, busy, first = [], 0, 0  # busy: of spans[first:i]
+    for i, (start, _) in enumerate(spans):
+        begin = start - SUSTAINED_NS
+        while first < i and spans[first][1] <= begin:
+            busy -= spans[first][1] - spans[first][0]
+            first += 1
+        cut = max(0, begin - spans[first][0]) if first < i else 0
+        found.append(busy - cut >= SUSTAINED_SHARE * SUSTAINED_NS)
+        busy += spans[i][1] - spans[i][0]
+    return found
 
 
 def _kind(op: Op) -> ComputeKind | None:
@@ -182,11 +204,11 @@ def _kind(op: Op) -> ComputeKind | None:
     return op.kind if op.kind in ("forward", "loss", "pack") else None
 
 
-def _row(kind: ComputeKind, block: BlockKind, model: ModelSpec, recipe: Recipe, duration_ns: int) -> MeasuredOp:
+def _row(kind: ComputeKind, block: BlockKind, model: ModelSpec, recipe: Recipe, ns: int, adds: bool = False) -> MeasuredOp:
     spec = next(b for b in model.blocks if b.kind == block)
     numel = spec.numel + (model.embedding.numel if spec.tied else 0)
     tokens, seq_len = (1, 1) if kind == "pack" else (recipe.tokens_per_micro_batch, recipe.seq_len)
-    return MeasuredOp(kind, block, numel, tokens, seq_len, duration_ns, conditions(kind, recipe))
+    return MeasuredOp(kind, block, numel, tokens, seq_len, ns, conditions(kind, recipe), adds)
 
 
 def _loss_forward(device: Device, model: ModelSpec, recipe: Recipe, *, budget_s: float, seed: int) -> list[int]:

@@ -164,6 +164,21 @@ def test_a_measured_duration_replaces_the_predicted_one(schedule: Callable[..., 
     assert works(s, machine).notes == ()
 
 
+def test_a_gradient_that_is_added_has_a_duration_of_its_own_where_one_was_measured(schedule: Callable[..., Schedule]) -> None:
+    s = schedule(recipe={"micro_batches": 3})
+    numel = s.model.layers[0].numel
+    first = MeasuredOp("recompute_backward", "layer", numel, 8, 8, 333)
+    loss = MeasuredOp("loss", "head", s.model.head.numel, 8, 8, 444)
+
+    def durations(*rows: MeasuredOp) -> list[int]:
+        body = _body(s, replace(H200, compute=replace(H200.compute, measured=rows)))
+        return [alone_ns(body[f"{name}{micro}]"]) for name in ("backward[1.", "loss[") for micro in range(3)]
+
+    assert durations(first, loss) == [333, 333, 333, 444, 444, 444]
+    adding = (first._replace(adds=True, duration_ns=350), loss._replace(adds=True, duration_ns=445))
+    assert durations(first, loss, *adding) == [333, 350, 350, 444, 445, 445]
+
+
 def test_between_two_measured_token_counts_time_is_linear_and_outside_the_notes_say_so(
     schedule: Callable[..., Schedule],
 ) -> None:
