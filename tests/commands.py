@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import stat
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,11 @@ from megatrain.toy import make_toy_model
 ONE_CORE = replace(H200, name="one-core", cores=1, adam_rates=((1, 16 * 10**9),), sharing=())
 RECIPE = Recipe(micro_batch_size=2, seq_len=32, loss_tile=16, optimizer=AdamW(lr=1e-2))
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 60
+
+
+def without_progress(stderr: str) -> str:
+    """What a command said beside the lines that tell of long waits, which are there or not by how busy the machine is."""
+    return re.sub(r"^[\w ]+: (\d+%, )?\d+ s(: .*)?\n", "", stderr, flags=re.MULTILINE)
 
 
 class Ended(NamedTuple):
