@@ -24,6 +24,9 @@ ComputeKind = Literal["forward", "backward", "recompute_backward", "loss", "loss
 is the head's forward and backward of one micro-batch, `loss_forward` what evaluation does of it; `pack` rounds a block's
 gradient, whatever the tokens."""
 
+_ADDING: tuple[ComputeKind, ...] = ("backward", "recompute_backward", "loss")
+"""The kinds that make gradients."""
+
 _LAYER_FIELDS = ("precision", "attention", "attention_mask", "compiled", "deterministic", "compute_threads")
 _LOSS_FIELDS = ("precision", "loss_tile", "deterministic", "compute_threads")
 _CONDITIONS: dict[ComputeKind, tuple[str, ...]] = {
@@ -123,6 +126,7 @@ class Compute:
         for row in self.measured:
             ok = row.kind in get_args(ComputeKind) and row.tokens > 0 and row.duration_ns > 0
             _require("compute.measured", row, ok, f"one of {get_args(ComputeKind)} with tokens and a duration > 0")
+            _require("compute.measured", row, not row.adds or row.kind in _ADDING, f"one that adds only of {', '.join(_ADDING)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

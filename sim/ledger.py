@@ -145,6 +145,12 @@ def fits(found: Ledger, hardware: HardwareProfile) -> Shortage | None:
     return max(shortages(found, hardware), key=lambda s: s.need - s.have, default=None)
 
 
+def more_memory(nbytes: int, space: str) -> str:
+    """`1.50 GiB more host memory`: so much, rounded up to MiB, in MiB below one GiB."""
+    mib = -(-nbytes // 2**20)
+    return f"{f'{mib / 2**10:,.2f} GiB' if mib >= 2**10 else f'{mib} MiB'} more {space} memory"
+
+
 def shortages(found: Ledger, hardware: HardwareProfile) -> tuple[Shortage, ...]:
     """The largest shortage of each memory that is too small, the device's first; empty if the plan fits."""
     worst = []
@@ -156,8 +162,7 @@ def shortages(found: Ledger, hardware: HardwareProfile) -> tuple[Shortage, ...]:
         need, phase = max(((needs(phase), phase) for phase in PHASES), key=lambda x: x[0])
         if need > have:
             item = _largest(found, phase, space)
-            more = f"{-(-(need - have) // 2**20) / 2**10:,.2f} GiB more {space} memory"
-            helps = f"{more} would do, or less of the largest item, {item}"
+            helps = f"{more_memory(need - have, space)} would do, or less of the largest item, {item}"
             worst.append(Shortage(phase, space, need, have, item, helps))
     return tuple(worst)
 

@@ -30,7 +30,7 @@ from megatrain.schedule.layout import Storages, place_blocks
 from sim.bounds import StepBounds
 from sim.choice import Choice, adam_thread_counts
 from sim.explain import explain
-from sim.ledger import Ledger, Shortage, fits, ledger
+from sim.ledger import Ledger, Shortage, fits, ledger, more_memory
 from sim.search import Search, order
 from sim.simulate import STEPS
 from sim.sweep import Progress, Runs, Steady, SweepPoint, steady, sweep
@@ -293,7 +293,7 @@ def _infeasible(search: Search, lacks: tuple[Shortage, ...]) -> str:
     """One line: which memory, when, how many bytes, and what would help; each help that is named was tried or computed."""
     model, recipe, machine = search.model, search.recipe, search.hardware
     short = {s.space: s.need - s.have for s in lacks}
-    helps = [" and ".join(f"{-(-n // 2**20) / 2**10:,.2f} GiB more {space} memory" for space, n in short.items())]
+    helps = [" and ".join(more_memory(n, space) for space, n in short.items())]
     # Smaller workspaces let the device hold more state, but no more than all of it holds.
     if short.get("host", 0) < machine.device_memory_bytes:
         if recipe.clip_norm is not None and _feasible(model, replace(recipe, clip_norm=None), machine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -180,8 +181,18 @@ def test_a_rows_trace_tells_sustained_work_from_what_follows_a_pause(capsys: pyt
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line[:1].isdigit()] == ["14bx62-all-1024"] * 3 + ["7b-all-4096"]
     found = {line["op"]: line for line in sustained.layer_times("14bx62-all-1024")}
-    layers, steps = 62, rows.MEASURED
-    assert sum(found[op]["after pauses, of"] for op in ("backward", "recompute backward")) == layers * steps  # type: ignore[misc]
+    ran = [found[op][f"{column}, of"] for op in ("backward", "recompute backward") for column in sustained.WORKED]
+    assert sum(ran) == 62 * rows.MEASURED  # type: ignore[arg-type]
     assert all(line["sustained, of"] == 0 for line in found.values()), "the GPU waits for the host most of the time"
-    assert sustained.main(["8b"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_traces_of_other_schedules_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows").mkdir()
+    shutil.copy(rows.RESULTS / "rows" / "7b-all-4096.measured.json.gz", tmp_path / "rows" / "7b-all-16384.measured.json.gz")
+    monkeypatch.setattr(sustained, "RESULTS", tmp_path)
+    for name, says in (("7b-all-16384", "digests: must be"), ("7b-all-4096", "no such file"), ("8b", "row: must be of")):
+        assert sustained.main([name]) == 2
+        out, err = capsys.readouterr()
+        assert not out and err.count("\n") == 1 and says in err

@@ -63,6 +63,9 @@ def test_compute_needs_both_precisions_and_one_duration_a_combination() -> None:
         replace(H200.compute, measured=(row, row._replace(duration_ns=6)))
     with pytest.raises(ValueError, match="a duration > 0"):
         replace(H200.compute, measured=(row._replace(duration_ns=0),))
+    with pytest.raises(ValueError, match="must be one that adds only of backward, recompute_backward, loss"):
+        replace(H200.compute, measured=(row._replace(adds=True),))
+    assert replace(H200.compute, measured=(row._replace(kind="loss"), row._replace(kind="loss", adds=True))).measured[1].adds
 
 
 def test_a_measured_op_may_be_as_large_as_the_most_and_no_larger() -> None:

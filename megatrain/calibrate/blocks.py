@@ -1,18 +1,18 @@
 """Blocks in situ: how long each block's ops take where they will run, in the engine.
 
 A reduced model is trained for a few steps: blocks of the very shapes of the user's model, but few decoder layers, random
-weights, random tokens, two micro-batches (on the host at most as many as the recipe has). All state is resident, so that nothing
-else runs beside compute; the first layer keeps its activations, the others recompute them. The engine's own trace says how long
-each op took, so what is timed is what will run: the same kernels on the same kind of memory, after the same ops, bookkeeping
-included. It stays so whatever the engine does inside.
+weights, random tokens, two micro-batches (on the host at most as many as the recipe has, on a GPU one where two do not fit).
+All state is resident, so that nothing else runs beside compute; the first layer keeps its activations, the others recompute
+them. The engine's own trace says how long each op took, so what is timed is what will run: the same kernels on the same kind
+of memory, after the same ops, bookkeeping included. It stays so whatever the engine does inside.
 
 Two layers on the host; on a GPU as many of eight as fit: its clock falls with the power it draws, and layers, which are most of
-a real step, draw more than the head, which is half of a step of two layers. The clock falls within some 50 ms of work and is back
+a real step, draw more than the head, which is half of a step of two layers. The clock falls in some 100 ms of work and is back
 after a pause, so of a GPU's ops those count that come after `SUSTAINED_NS` of work with hardly a pause, as nearly all of a real
-step do; of a kind that has none (in small models, whose steps are short) all.
+step do; of a kind that has too few of them (in small models, whose steps are short) all.
 
 A forward's row is that of the layer that recomputes; one that keeps its activations may take a few percent longer. The first
-micro-batch's gradient is written and the others' are added to it, which takes longer: there is a row of each.
+micro-batch's gradient is written and the others' are added to it, which takes longer: there is a row of each where both ran.
 
 What ops of the cpu lane and copies cost beside their traffic is read off a model so small that nothing else is left.
 
@@ -52,6 +52,8 @@ WARM_UP_SHARE = 0.3
 """Of a training's budget, what passes before steps count: clocks and caches are then those of a run that goes on."""
 SUSTAINED_NS, SUSTAINED_SHARE = 150_000_000, 0.9
 """For how long, and for how much of it, a GPU has worked when its clock is taken to be that of sustained work."""
+LEAST_SAMPLES = 3
+"""Of sustained work, for them to stand for a kind of op."""
 
 Key = tuple[ComputeKind, BlockKind, bool]
 """What, of which block, and whether its gradient is added to that of earlier micro-batches. The layers are alike, and so are
@@ -68,10 +70,14 @@ class Blocks(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """How long an op took, and whether it came after sustained work."""
+    """How long an op took, and for how much of the `SUSTAINED_NS` before it its lane had worked."""
 
     ns: int
-    sustained: bool
+    worked_ns: int
+
+    @property
+    def sustained(self) -> bool:
+        return self.worked_ns >= SUSTAINED_SHARE * SUSTAINED_NS
 
 
 class Overheads(NamedTuple):
@@ -83,13 +89,12 @@ class Overheads(NamedTuple):
 
 def measure_blocks(device: Device, *, model: ModelSpec, recipe: Recipe, budget_s: float, seed: int) -> Blocks:
     """Rows for every kind of op on every kind of block. ValueError if even the reduced model does not fit the device."""
-    short = replace(recipe, micro_batches=min(2, recipe.micro_batches) if device.on_host else 2)
-    small, plan = _reduced(device, model, short)
+    small, short, plan = reduced_job(device, model, recipe)
     schedule, trace = _train(device, small, short, plan, budget_s=0.85 * budget_s, seed=seed)
     rows, spreads = [], []
     for (kind, block, adds), taken in samples(schedule, trace).items():
         steady = [] if device.on_host else [sample for sample in taken if sample.sustained]
-        counts = [sample.ns for sample in steady or taken]
+        counts = [sample.ns for sample in (steady if len(steady) >= LEAST_SAMPLES else taken)]
         rows.append(_row(kind, block, model, recipe, figure(counts, shared=device.on_host), adds))
         spreads.append(spread(counts, shared=device.on_host))
     evaluated = _loss_forward(device, model, recipe, budget_s=0.15 * budget_s, seed=seed)
@@ -124,21 +129,23 @@ def reduced(model: ModelSpec, layers: int = LAYERS) -> ModelSpec:
     return ModelSpec.from_config(config, name=f"{model.name}, {layers} layers")
 
 
-def _reduced(device: Device, model: ModelSpec, recipe: Recipe) -> tuple[ModelSpec, Plan]:
+def reduced_job(device: Device, model: ModelSpec, recipe: Recipe) -> tuple[ModelSpec, Recipe, Plan]:
     """The reduced model, and all of it resident where that fits; if not even two layers do so, embedding and head pass through
-    slots, and then the layers too."""
+    slots, and then the layers too. The recipe with the micro-batches that are run. ValueError, in one line, if nothing fits."""
     counts = (LAYERS,) if device.on_host else MOST_LAYERS
+    micro_batches = (min(2, recipe.micro_batches),) if device.on_host else (2, 1)
     ways: list[tuple[int, dict[str, str]]] = [(layers, {"default": "resident"}) for layers in counts]
     ways += [(LAYERS, {"default": "streamed", f"0-{LAYERS - 1}": "resident"}), (LAYERS, {"default": "streamed"})]
-    for layers, placement in ways:
-        small, activations = reduced(model, layers), {"default": "recompute", "0": "keep"}
+    for (layers, placement), count in itertools.product(ways, micro_batches):
+        small, short = reduced(model, layers), replace(recipe, micro_batches=count)
+        activations = {"default": "recompute", "0": "keep"}
         plan = Plan(placement=placement, activations=activations, update="after", chunk_bytes=0)  # type: ignore[arg-type]
-        need = sum(s.nbytes for s in lower(small, recipe, plan).storages if s.space == "device" or device.on_host)
+        need = sum(s.nbytes for s in lower(small, short, plan).storages if s.space == "device" or device.on_host)
         # A tile's logits, in a few copies, and what a layer saves come on top.
         need += 16 * recipe.loss_tile * model.vocab_size
         need += 2 * recipe.tokens_per_micro_batch * model.saved_bytes_per_token(4)
         if need <= device.memory_bytes:
-            return small, plan
+            return small, short, plan
     raise ValueError(
         f"calibrate: model {small.name!r} needs {need:,} bytes of device memory for one step, {device.name} has"
         f" {device.memory_bytes:,}; a smaller recipe.micro_batch_size may fit"
@@ -169,28 +176,26 @@ def samples(schedule: Schedule, trace: Trace) -> dict[Key, list[Sample]]:
     found: dict[Key, list[Sample]] = {}
     ran = [(event, schedule.part(trace.parts[event.part]).ops[event.position]) for event in trace.events]
     compute = sorted(((event, op) for event, op in ran if op.lane == "compute"), key=lambda it: it[0].start_ns)
-    after = after_work([(event.start_ns, event.end_ns) for event, _ in compute])
-    for (event, op), sustained in zip(compute, after, strict=True):
+    worked = worked_before([(event.start_ns, event.end_ns) for event, _ in compute])
+    for (event, op), worked_ns in zip(compute, worked, strict=True):
         if (kind := _kind(op)) is None:
             continue
         block = schedule.model.blocks[-1 if op.block is None else op.block]  # a loss is the head's
         key = (kind, block.kind, bool(op.micro) and kind != "forward")
-        found.setdefault(key, []).append(Sample(event.end_ns - event.start_ns, sustained))
+        found.setdefault(key, []).append(Sample(event.end_ns - event.start_ns, worked_ns))
     return found
 
 
-def after_work(spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Of one lane's (start, end) in ns, in their order: whether at least `SUSTAINED_SHARE` of the `SUSTAINED_NS` before its
-    start was work."""
+def worked_before(spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Of one lane's (start, end) in ns, in their order: for how much of the `SUSTAINED_NS` before each start it had worked."""
     found, busy, first = [], 0, 0  # busy: of spans[first:i]
-    for i, (start, _) in enumerate(spans):
+    for i, (start, end) in enumerate(spans):
         begin = start - SUSTAINED_NS
         while first < i and spans[first][1] <= begin:
             busy -= spans[first][1] - spans[first][0]
             first += 1
-        cut = max(0, begin - spans[first][0]) if first < i else 0
-        found.append(busy - cut >= SUSTAINED_SHARE * SUSTAINED_NS)
-        busy += spans[i][1] - spans[i][0]
+        found.append(busy - (max(0, begin - spans[first][0]) if first < i else 0))
+        busy += end - start
     return found
 
 

@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from megatrain.calibrate.blocks import Blocks, measure_blocks, measure_overheads
+from megatrain.calibrate.blocks import Blocks, measure_blocks, measure_overheads, reduced_job
 from megatrain.calibrate.device import Device
 from megatrain.calibrate.host import Host
 from megatrain.calibrate.machine import cache_nbytes, cpu_name, usable_cores, usable_memory
@@ -85,6 +85,8 @@ def calibrate(
     buffer = min(max(64 << 20, 2 * cache_nbytes()), 1 << 30, memory // 16)
     place: Device = _device(device, memory, buffer, seed, wanted)
     try:
+        if model is not None:
+            reduced_job(place, model, wanted)  # what does not fit is refused before a minute has gone into the rest
         overheads = measure_overheads(
             place, threads=wanted.compute_threads, budget_s=start("overheads", "the engine's own cost"), seed=seed
         )
