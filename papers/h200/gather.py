@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatrain.files.fields import build
 from papers.h200 import table
-from papers.h200.comparison import comparable, ratios, read_lines, which
+from papers.h200.comparison import Line, comparable, last_run, noun_of, ratios, read_lines
+from papers.h200.comparison import Run as Run  # of `Results`, for those who read them
 from papers.h200.table import Entry, Failure, Measurement, entries, read_rows
 
 CAUSES = {
@@ -37,27 +37,6 @@ class Row:
     def over_floor(self) -> float:
         """Measured step time over its floor, 0 without a floor."""
         return self.m.step_s / self.entry.floor.seconds if self.entry.floor else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A line of `papers.h200.versus`: a step's seconds, or why there are none."""
-
-    system: str
-    settings: str
-    checkpointing: bool | None
-    model: str
-    gpu_memory_gib: int | float | None
-    tokens: int
-    commit: str = ""
-    step_s: float = 0.0
-    gpu_peak_gib: float | None = None
-    error: str = ""
-    out_of_memory: str | None = None
-
-    @property
-    def size(self) -> tuple[str, int]:
-        return self.model, self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +69,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """All that the page is made of. `ratios` are tokens a second over DeepSpeed's, of the rows of ours that have both."""
+    """All that the page is made of. `ratios` are those of `papers.h200.comparison.ratios`."""
 
     rows: Sequence[Row]
     failures: Sequence[Failure]
     versus: Sequence[Run]
-    ratios: Sequence[float]
+    ratios: Sequence[Mapping[str, Any]]
     search: Sequence[Run]
     first_step: FirstStep | None
     checks: Sequence[Check]
@@ -109,7 +88,7 @@ def gather(files: Sequence[Path], results: Path) -> Results:
     return Results(
         rows=[_row(entry, *raw[entry.measured.row]) for entry in made if isinstance(entry, Entry)],
         failures=[entry for entry in made if isinstance(entry, Failure)],
-        versus=_runs(versus), ratios=[found["ratio"] for found in ratios(_lines(versus))],
+        versus=_runs(versus), ratios=ratios(_lines(versus)),
         search=_runs(results / "versus-search.jsonl"), first_step=first_steps[-1] if first_steps else None,
         checks=_last(_built(Check, results / "checks.jsonl")),
     )  # fmt: skip
@@ -138,30 +117,19 @@ def _row(entry: Entry, where: str, raw: Mapping[str, Any]) -> Row:
     return Row(entry=entry, numel=table.model_of_row(entry.measured.model).numel, waits=waits)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path) -> list[Line]:
     return read_lines(path) if path.exists() else []
 
 
-Noun = TypeVar("Noun", Run, FirstStep, Check)
+Noun = TypeVar("Noun", FirstStep, Check)
 
 
-def _built(noun: type[Noun], path: Path, lines: Iterable[Mapping[str, Any]] | None = None) -> list[Noun]:
-    """The lines of a file, or those given, as nouns; what the page has no use for is left out."""
-    known = {field.name for field in dataclasses.fields(noun)}
-    found = _lines(path) if lines is None else lines
-    try:
-        return [build(noun, {name: value for name, value in line.items() if name in known}) for line in found]
-    except ValueError as problem:
-        raise ValueError(f"{path}: {problem}") from None
+def _built(noun: type[Noun], path: Path) -> list[Noun]:
+    """The lines of a file as nouns; what the page has no use for is left out."""
+    return [noun_of(noun, line) for line in _lines(path)]
 
 
 def _runs(path: Path) -> list[Run]:
-    """The runs that can be compared, and of the same call those that failed and did not run later."""
+    """Of the last run of a file what can be compared, then what failed and did not run later."""
     lines = _lines(path)
-    try:
-        ran = comparable(lines)
-    except (ValueError, TypeError) as problem:
-        raise ValueError(f"{path}: {problem}") from None
-    call, there = (ran or lines or [{}])[-1].get("run"), {which(line) for line in ran}
-    failed = {which(line): line for line in lines if "error" in line and line.get("run") == call and which(line) not in there}
-    return _built(Run, path, [*ran, *failed.values()])
+    return [*comparable(lines), *(run for _, run in last_run(lines) if run.error)]

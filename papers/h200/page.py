@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,15 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from analysis.drawing import FAINT, add_axes, add_title, drawing
-from megatrain.files import load_hardware
+from megatrain.files import load_hardware, load_job
 from megatrain.files.text import write_file
 from papers.h200 import table
-from papers.h200.comparison import APART
 from papers.h200.first_step import READING_S
 from papers.h200.floor import STATE_NBYTES
 from papers.h200.gather import Check, Results, Row, Run, gather
 from papers.h200.records import CALIBRATED
-from papers.h200.rows import HOST_MEMORY, MEASURED, RESULTS, ROWS, WARM
+from papers.h200.rows import HOST_MEMORY, MEASURED, PLANS, RESULTS, ROWS, WARM
 from papers.h200.table import judged
 
 NOT_YET = "Not measured yet."
@@ -59,7 +59,7 @@ SHARES = ("h2d under compute", "update late share of stalls", "median difference
 MAIN = ("step_s", "h2d under compute", "update late share of stalls")
 """Of the runs of a check, the figures that the page shows; all, if a run has none of these."""
 AGAIN = """\
-[README.md](README.md) says what each command needs and does.
+[README.md](README.md) says what each command needs and does. Lines are appended, and the last run counts.
 
     python -m papers.h200.rows calibrate                                   # the machine, for planner and simulator
     python -m papers.h200.rows plan                                        # the rows' plans
@@ -88,6 +88,11 @@ def markdown(rows: Iterable[Mapping[str, str]]) -> str:
 def s(seconds: float) -> str:
     """Seconds with four digits."""
     return f"{seconds:#.4g}"
+
+
+def times(ratio: float) -> str:
+    """A ratio with three digits."""
+    return f"{ratio:#.3g}".rstrip(".")
 
 
 def memory(gib: float | None) -> str:
@@ -153,8 +158,15 @@ def summary(found: Results) -> str:
         said.append(f"Over {count} rows{whose}, predictions lie **{middle:.1%}** from the measured time of a step in the median,")
         said.append(f"{most:.1%} at most.")
     if found.ratios:
-        said.append(f"It trains **{min(found.ratios):.2f} to {max(found.ratios):.2f} times** the tokens a second of DeepSpeed")
-        said.append("ZeRO-3 with offload.")
+        models = ", ".join(dict.fromkeys(ratio["model"] for ratio in found.ratios))
+        where: dict[float | None, list[float]] = {}
+        for ratio in found.ratios:
+            where.setdefault(ratio["gpu_memory_gib"], []).append(ratio["ratio"])
+        ranges = [
+            f"**{times(min(of))} to {times(max(of))}** {within(gib)}" + ", with less or nothing to offload" * (gib is None)
+            for gib, of in sorted(where.items(), key=lambda it: it[0] or math.inf)
+        ]
+        said.append(f"Its tokens a second over those of DeepSpeed ZeRO-3 with offload, at {models}: {'; '.join(ranges)}.")
     else:
         said.append("Beside DeepSpeed ZeRO-3 with offload it is not measured yet.")
     kept = sum(judged(row.entry)[0] for row in found.rows)
@@ -250,10 +262,15 @@ def rivals(found: Results) -> str:
         models = [run.model for run in found.versus]
         runs = sorted(found.versus, key=lambda run: (models.index(run.model), run.tokens))
         parts = [
-            "All train the same model from the same weights on the same tokens with the same recipe, one after the other on one "
-            f"machine, at {commits(run.commit for run in runs)}. DeepSpeed keeps parameters and optimizer in host memory, plain "
-            f"PyTorch all on the GPU. Losses of a size agree to {APART:.0%} at every step. Their GPU memory is not limited; ours "
-            "is where the table says so.",
+            "All train the same model from the same weights on the same tokens, with the same batch of a step, clipping and "
+            f"AdamW, one after the other on one machine, at {commits(run.commit for run in runs)}. DeepSpeed keeps "
+            "parameters and optimizer in host memory, plain PyTorch all on the GPU. Their GPU memory is not limited, ours is "
+            "where the table says so. "
+            f"Their time is the median of {MEASURED} steps from the batch on the host to the update's end.",
+            "What differs: both rivals run the library's model as it is, neither compiled nor with the loss in tiles; ours are "
+            "compiled layers. They take a step's sequences as one micro-batch, ours may divide them (`plans/`), and recompute "
+            "where activations do not fit. DeepSpeed's `zero.Init` rounds the model's rotary frequencies to BF16, which the "
+            f"others keep in FP32. {_losses_apart(found)}",
             "\n".join(f"- {_verdict(found, run)}" for run in runs if run.system == "megatrain"),
             markdown(_rival(found, run) for run in runs),
         ]
@@ -262,23 +279,49 @@ def rivals(found: Results) -> str:
         return "\n\n".join([*parts, "The search of DeepSpeed's settings is not measured yet."])
     tried = dict.fromkeys(f"`{run.settings}`" for run in found.versus if run.system == "deepspeed")
     besides = [name for name in tried if name != f"`{search[0].settings}`"]
+    there = len(list((table.HERE / "deepspeed").glob("*.json")))
     also = f"Above, {', '.join(besides)} ran as well. " * bool(besides)
     parts.append(
         f"DeepSpeed's `{search[0].settings}` is the fastest of a search at {search[0].model} and {search[0].tokens:,} tokens, at "
-        f"{commits(run.commit for run in search)}. {also}"
+        f"{commits(run.commit for run in search)}, among {len({run.settings for run in search})} of {there} settings. {also}"
         "Ratios are over DeepSpeed's fastest line of a size. [Settings](deepspeed/README.md) says what each is."
     )
     keys = ({"settings": run.settings, "checkpointing": YES[bool(run.checkpointing)], "seconds": took(run)} for run in search)
     return "\n\n".join([*parts, markdown(keys)])
 
 
+def _losses_apart(found: Results) -> str:
+    """How far from plain PyTorch's losses at the same size and step those of the others lie at most."""
+    apart: dict[str, float] = {}
+    for run in found.versus:
+        plain = fastest(found, "plain", run.size)
+        if plain is not None and run.system != "plain" and not run.error:
+            far = max(abs(x / y - 1) for x, y in zip(run.losses, plain.losses, strict=True))
+            apart[run.system] = max(far, apart.get(run.system, 0.0))
+    said = " and ".join(f"{far:.2%} ({SYSTEMS[system]})" for system, far in apart.items())
+    return f"A step's loss lies within {said} of plain PyTorch's." if said else ""
+
+
+def _checkpointing(run: Run) -> str:
+    """Whether layers run forward twice; our plans say it layer by layer."""
+    if run.checkpointing is not None:
+        return YES[run.checkpointing]
+    file = PLANS / f"{run.settings}.yaml"
+    if not file.exists():
+        return "by layer"
+    plan, layers = load_job(file).plan, range(len(table.model_of_row(run.model).layers))
+    kept = sum(plan.activations_of(layer) == "keep" for layer in layers)
+    return "no" if kept == len(layers) else f"{len(layers) - kept} of {len(layers)} layers"
+
+
 def _rival(found: Results, run: Run) -> dict[str, str]:
     ours = [it for it in found.versus if (it.system, it.size) == ("megatrain", run.size) and not it.error]
-    over = ", ".join(f"{run.step_s / it.step_s:.2f} {within(it.gpu_memory_gib)}" for it in ours)
+    over = ", ".join(f"{times(run.step_s / it.step_s)} {within(it.gpu_memory_gib)}" for it in ours)
+    spread = f" ({s(run.spread[0])} to {s(run.spread[1])})" if run.spread and not run.error else ""
     return {
         "model": run.model, "tokens": f"{run.tokens:,}", "system": SYSTEMS.get(run.system, run.system),
         "settings": run.settings, "GPU memory": memory(run.gpu_memory_gib),
-        "checkpointing": "by layer" if run.checkpointing is None else YES[run.checkpointing], "seconds": took(run),
+        "checkpointing": _checkpointing(run), "seconds (spread)": took(run) + spread,
         "tokens/s": "" if run.error else f"{run.tokens / run.step_s:,.0f}",
         "GPU peak [GiB]": "" if run.gpu_peak_gib is None else f"{run.gpu_peak_gib:.2f}",
         "ours over it": "" if run.error or run.system == "megatrain" else over,
@@ -294,9 +337,9 @@ def _verdict(found: Results, ours: Run) -> str:
         if it is None:
             said.append(f"{name}: {took(failed[-1]) if failed else 'not measured yet'}")
         elif it.step_s < ours.step_s:
-            said.append(f"**{name} is {ours.step_s / it.step_s:.2f} times as fast as megatrain**")
+            said.append(f"**{name} is {times(ours.step_s / it.step_s)} times as fast as megatrain**")
         else:
-            said.append(f"megatrain is {it.step_s / ours.step_s:.2f} times as fast as {name}")
+            said.append(f"megatrain is {times(it.step_s / ours.step_s)} times as fast as {name}")
     return f"{ours.model}, {ours.tokens:,} tokens, ours {within(ours.gpu_memory_gib)}: {'; '.join(said)}."
 
 
@@ -376,7 +419,7 @@ def losses(found: Results) -> str:
     ]
     for ratio, ours, rival in sorted(slower, key=lambda it: -it[0]):
         size = f"{ours.model} with {ours.tokens:,} tokens"
-        said.append(f"At {size}, {SYSTEMS[rival.system]} is {ratio:.2f} times as fast as ours {within(ours.gpu_memory_gib)}.")
+        said.append(f"At {size}, {SYSTEMS[rival.system]} is {times(ratio)} times as fast as ours {within(ours.gpu_memory_gib)}.")
     for row in sorted(found.rows, key=lambda row: -row.over_floor)[:WORST]:
         if row.over_floor > 1:
             said.append(f"`{row.m.row}` takes {row.over_floor:.3f} times its floor{': ' * bool(row.waits)}{row.waits}.")
@@ -439,6 +482,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     rows = options.results / "rows.jsonl"
     try:
+        if not options.out.is_dir():
+            raise ValueError(f"--out: must be a folder, got {options.out}")
         found = gather(options.rows or ([rows] if rows.exists() else []), options.results)
         text = page(found)
         if furthest(found):

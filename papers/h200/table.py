@@ -386,10 +386,7 @@ def _versus(path: Path) -> list[dict[str, Any]]:
         return []
     from papers.h200.versus import ratios, read_lines  # here, since they need PyTorch
 
-    try:
-        return ratios(read_lines(path))
-    except ValueError as problem:
-        raise ValueError(f"{path}: {problem}") from None
+    return ratios(read_lines(path))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,8 +15,10 @@ soon as it ends. A line says what ran (`checkpointing` is null for our engine, w
 figures, or `error` and `out_of_memory`: whose memory ran out, "gpu" or "host", or null. What the processes print is in
 DIR/versus.log.
 
-`--run ID` goes on with the call whose lines have that `run`, on the same machine with the same versions: what has a line of this
-commit in DIR already, be it of figures or of memory that ran out, is not run again. Runs that failed otherwise are.
+Each call is a run of its own, whose lines are appended: those who read the file (`papers.h200.comparison`) take the lines of its
+last run and leave those of earlier ones out. `--run ID` goes on with the call whose lines have that `run`, on the same machine
+with the same versions: what has a line of this commit in DIR already, be it of figures or of memory that ran out, is not run
+again. Runs that failed otherwise are.
 
 Exit code 0 if all ran, 1 if one failed (a model that does not fit counts as failed, unless it does with checkpointing), 2 for
 what cannot begin, with one line.
@@ -28,15 +30,17 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
-from papers.h200.comparison import SHARED, read_lines, title, versions, which, winner
+from papers.h200.comparison import SHARED, System, read_lines, title, versions, which, winner
 from papers.h200.comparison import ratios as ratios  # for those who read the lines
 from papers.h200.models import Device
 from papers.h200.process import answer, in_its_own_process
@@ -55,7 +59,7 @@ from papers.h200.rows import ROWS, Known, child_command
 SEARCH = Path(__file__).with_name("results") / "versus-search.jsonl"
 SEARCHED = ("3B", 16384)
 """The model and the tokens a step that settings are searched at."""
-SYSTEMS = ("megatrain", "deepspeed", "plain")
+SYSTEMS: tuple[str, ...] = get_args(System)
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------------
@@ -223,6 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.asked:
             raise ValueError(f"{options.what}: takes no {options.asked[0]}; see --help")
+        if not 0 < options.timeout < math.inf:
+            raise ValueError(f"--timeout: must be a finite number > 0, got {options.timeout:g}")
         if not searches and (unknown := [row for row in rows if row not in ROWS]):
             raise ValueError(f"rows: must be of {', '.join(ROWS)}, got {unknown[0]}")
         if searches or "deepspeed" in options.systems:
@@ -243,8 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     call = Call(
-        out=options.out, lines=lines, device=options.device, commit=options.commit, timeout_s=options.timeout, common=common,
-        earlier=earlier,
+        out=options.out, lines=lines, device=options.device, commit=options.commit, common=common, earlier=earlier,
+        timeout_s=min(options.timeout, threading.TIMEOUT_MAX),  # more is more than a timer takes
     )  # fmt: skip
     return search(call, settings) if searches else compare(call, rows, options.systems, settings)
 
