@@ -306,10 +306,9 @@ def _checkpointing(run: Run) -> str:
     """Whether layers run forward twice; our plans say it layer by layer."""
     if run.checkpointing is not None:
         return YES[run.checkpointing]
-    file = PLANS / f"{run.settings}.yaml"
-    if not file.exists():
+    if run.settings not in ROWS:
         return "by layer"
-    plan, layers = load_job(file).plan, range(len(table.model_of_row(run.model).layers))
+    plan, layers = load_job(PLANS / f"{run.settings}.yaml").plan, range(len(table.model_of_row(run.model).layers))
     kept = sum(plan.activations_of(layer) == "keep" for layer in layers)
     return "no" if kept == len(layers) else f"{len(layers) - kept} of {len(layers)} layers"
 
