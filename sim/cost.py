@@ -12,8 +12,8 @@ does twice the products of a forward and 2.5 times its attention (scores are com
 without its last product comes first. If a profile has measured durations and one is missing, the notes say what was asked
 outside of them.
 
-Not covered: what a kernel's shape does to its rate, copies that take GPU memory bandwidth, and the clock of a GPU, which falls in
-some 100 ms of work without a pause. Measured durations are of sustained work; after a pause ops are quicker than that.
+Not covered: what a kernel's shape does to its rate, copies that take GPU memory bandwidth, and the clock of a GPU, which falls
+within 150 ms of work without a pause. Measured durations are of sustained work; after a pause ops are quicker than that.
 """
 
 from __future__ import annotations

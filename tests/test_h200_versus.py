@@ -1,4 +1,4 @@
-"""Our engine beside others: all train the same model, ratios compare only what can be compared, refusals are one line."""
+"""Our engine beside others: all train the same model, what runs and what does not, refusals are one line."""
 
 from __future__ import annotations
 
@@ -21,159 +21,15 @@ from megatrain.engine.engine import Engine
 from megatrain.plan import Plan
 from megatrain.recipe import AdamW, Recipe
 from papers.h200 import comparison, page, rivals, table, versus
-from papers.h200.comparison import comparable, last_run, ratios, read_lines, winner
+from papers.h200.comparison import comparable, ratios, read_lines
 from papers.h200.models import qwen
 from papers.h200.process import in_its_own_process, ran_out
 from papers.h200.rivals import conditions, deepspeed_config, library_model, parameter_groups, plain, read_settings
 from papers.h200.versus import main
 from papers.h200.workload import RandomWeights, batches
+from tests.lines import line
 
 SETTINGS = sorted(path.stem for path in rivals.SETTINGS.glob("*.json"))
-
-
-def line(system: str = "megatrain", step_s: float = 1.0, **changes: Any) -> dict[str, Any]:
-    return {
-        "system": system, "settings": system, "checkpointing": None, "model": "3B", "gpu_memory_gib": None,
-        "tokens": 4096, "step_s": step_s, "losses": [12.0, 11.9, 11.8], "run": "a",
-        "versions": {"torch": "2.11.0", "deepspeed": "0.19.8"}, "machine": {"gpu": "H200"}, **changes,
-    }  # fmt: skip
-
-
-# ---- ratios --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_ratio_is_tokens_a_second_over_deepspeeds_at_the_same_tokens() -> None:
-    lines = [
-        line(step_s=1.0, tokens=16384), line("deepspeed", 3.0, tokens=16384),
-        line(step_s=0.5), line(step_s=0.8, gpu_memory_gib=16, settings="3b-16-4096"), line("deepspeed", 2.0),
-        line("plain", 0.1), line(step_s=2.0, tokens=32768), line("deepspeed", tokens=32768, error="OutOfMemoryError: no"),
-    ]  # fmt: skip
-    assert ratios(lines) == [
-        {"model": "3B", "gpu_memory_gib": None, "tokens": 4096, "ratio": 4.0},
-        {"model": "3B", "gpu_memory_gib": 16, "tokens": 4096, "ratio": 2.5},
-        {"model": "3B", "gpu_memory_gib": None, "tokens": 16384, "ratio": 3.0},
-    ]
-    assert ratios([]) == []
-
-
-def test_of_two_lines_of_one_run_the_last_counts_and_errors_do_not() -> None:
-    lines = [line("deepspeed", 2.0), line(step_s=1.0), line(step_s=0.5), line(error="stopped")]
-    assert [found["ratio"] for found in ratios(lines)] == [4.0]
-
-
-def test_lines_of_the_last_run_count_and_those_of_earlier_ones_may_say_anything() -> None:
-    first = [line("deepspeed", 2.0), line(step_s=1.0), line("plain", losses="none"), {"run": ["b"]}, {"of": "an older form"}]
-    again = [line("deepspeed", 3.0, run="b", machine={}), line(run="b", machine={}, losses=[9.0] * 3)]
-    assert [found["ratio"] for found in ratios([*first[:2], again[0]])] == [], "ours is of an earlier run"
-    with pytest.raises(ValueError, match="losses: differ by more than 1% at step 1"):
-        ratios([*first, *again])
-    again[1]["losses"] = again[0]["losses"]
-    assert [found["ratio"] for found in ratios([*first, *again])] == [3.0]
-    assert [found["ratio"] for found in ratios([*first[:2], *again, line(step_s=0.5)])] == [4.0], "one that was gone on with"
-    assert ratios([*again, line(run="c", error="stopped")]) == []
-
-
-def test_of_a_run_what_failed_counts_where_it_did_not_run() -> None:
-    failed = [line("deepspeed", error="first"), line(error="no"), line("deepspeed", error="last")]
-    assert [run.error for _, run in last_run([*failed, line(), line("plain", run="b", error="b")])] == ["b"]
-    assert [(run.system, run.error) for _, run in last_run([*failed, line(), line(error="again")])] == [
-        ("deepspeed", "last"), ("megatrain", ""),
-    ]  # fmt: skip
-
-
-def test_a_ratio_is_to_the_fastest_line_of_deepspeed_that_ran() -> None:
-    slow = line("deepspeed", 3.0, settings="large", checkpointing=True)
-    kept, checkpointed = (line("deepspeed", s, checkpointing=c) for s, c in ((1.5, False), (2.0, True)))
-    no = line("deepspeed", 0.1, settings="no", error="OutOfMemoryError", out_of_memory="gpu")
-    for lines in ([kept, slow, checkpointed, no], [no, checkpointed, slow, kept]):
-        assert [found["ratio"] for found in ratios([line(step_s=0.5), *lines])] == [3.0]
-    assert [found["ratio"] for found in ratios([line(step_s=0.5), kept, {**kept, "step_s": 1.75}, checkpointed])] == [3.5]
-    with pytest.raises(ValueError, match=r" with activations kept: losses: differ by more than 1% at step 1: 13\.0, but 12"):
-        ratios([line(step_s=0.5), checkpointed, {**kept, "losses": [13.0, 11.9, 11.8]}])
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"losses": [12.0, 12.1, 11.8]}, "losses: differ by more than 1% at step 2: 12.1, but 11.9 in megatrain megatrain 3B"),
-        ({"losses": [12.0, 11.9]}, "losses: must be as many at one size, 3 as in megatrain megatrain 3B 4096, got 2$"),
-        ({"versions": {"torch": "2.12.0"}}, "versions: must be one in all lines of a run, .*2.11.*, got {'torch': '2.12.0'}$"),
-        ({"machine": {"gpu": "H100"}}, "machine: must be one in all lines of a run, .*H200.* as in mega.*, got {'gpu': 'H100'}$"),
-    ],
-)
-def test_lines_that_cannot_be_compared_are_refused_in_one_line(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=f"^deepspeed deepspeed 3B 4096: {says}") as refused:
-        ratios([line(), line("deepspeed", 2.0) | changes])
-    assert "\n" not in str(refused.value)
-
-
-def test_losses_are_compared_within_a_percent_and_only_at_one_size() -> None:
-    assert comparable([line(), line("plain", tokens=16384, losses=[3.0])])
-    assert comparable([line(), line("plain", losses=[12.119, 11.9, 11.8])]), "within 1%"
-
-
-@pytest.mark.parametrize("field", [*comparison.WHICH, *comparison.SHARED, *comparison.FIGURES])
-def test_a_line_without_a_field_is_refused(field: str) -> None:
-    broken = {name: value for name, value in line().items() if name != field}
-    with pytest.raises(ValueError, match=f"(megatrain|3B|4096|None): {field}: is missing$"):
-        ratios([line("deepspeed"), broken])
-
-
-def test_lines_none_of_which_names_its_run_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^megatrain megatrain 3B 4096: run: is missing$"):
-        ratios([{name: value for name, value in line().items() if name != "run"}])
-
-
-NAN, VAST = float("nan"), 10**400
-NO_TEXT: list[Any] = [None, 1, True, [], ["x"], {}, {"x": 1}, NAN, "two\nlines", "\ud800"]
-BAD: dict[str, list[Any]] = {
-    "system": [*NO_TEXT, "", "tensorflow"], **dict.fromkeys(("settings", "model", "run", "commit"), NO_TEXT),
-    "checkpointing": [0, "no", [], {}, NAN],
-    "gpu_memory_gib": ["16", True, [16], {}, 0, -1, NAN, math.inf, VAST],
-    "tokens": [None, "4096", True, 0, -1, 4096.0, 0.5, NAN, math.inf, VAST, [4096], {}],
-    "versions": [None, "0.19.8", [], ["0.19.8"], {"deepspeed": 1}, {"deepspeed": []}, {"deepspeed": "a\nb"}, NAN],
-    "machine": [None, "H200", [], NAN],
-    "step_s": [None, "1", True, 0, -1.0, NAN, math.inf, -math.inf, VAST, [1.0], {}],
-    "spread": ["x", 1.0, [], [1.0], [1.0, 1.0, 1.0], ["1", "1"], [None, 1.0], [NAN, NAN], [2.0, 1.0], [0, 2], [1, math.inf], {}],
-    "losses": [None, "x", 12.0, {}, [], ["12"], [None], [[12.0]], [{}], [True], [NAN], [math.inf], [VAST], [-1.0], [0.0]],
-    "gpu_peak_gib": ["x", True, -1, NAN, math.inf, VAST, [], {}],
-    "out_of_memory": [1, True, [], {}], "error": [1, True, ["x"], {"x": 1}, NAN],
-}  # fmt: skip
-"""Values that a field must not have, by the field."""
-ALSO_FAILED = {field: values for field, values in BAD.items() if field not in ("step_s", "spread", "losses", "error")}
-"""Those that a line of a run that failed must not have either."""
-
-
-def of_page(path: Path) -> int:
-    return page.main(["--results", str(path.parent), "--out", str(path.parent)])
-
-
-def of_table(path: Path) -> int:
-    (path.parent / "failed.jsonl").write_text(json.dumps({"row": "7b-all-4096", "error": "stopped"}))
-    return table.main(["--rows", str(path.parent / "failed.jsonl")])
-
-
-def of_compare(path: Path) -> int:
-    return main(["compare", "--search", str(path), "--device", "cpu", "--out", str(path.parent / "out"), "--rows", "3b-all-4096"])
-
-
-@pytest.mark.parametrize("command", [of_page, of_table, of_compare])
-@pytest.mark.parametrize(
-    ("field", "failed"), [*((field, False) for field in BAD), *((field, True) for field in ALSO_FAILED)], ids=str
-)
-def test_a_bad_value_is_refused_in_one_line_that_names_line_and_field(
-    field: str, failed: bool, command: Callable[[Path], int], tmp_path: Path, asked: Callable[[Answers], list[dict[str, Any]]],
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    seen, path = asked(lambda it: RAN), tmp_path / "versus.jsonl"
-    monkeypatch.setattr(table, "VERSUS_FILE", path)
-    for bad in BAD[field]:
-        lines = [line("deepspeed", 2.0), line("deepspeed", 2.0) | ({"error": "stopped"} if failed else {}) | {field: bad}]
-        path.write_text("".join(json.dumps(it) + "\n" for it in lines))
-        assert command(path) == 2, bad
-        out, err = capsys.readouterr()
-        assert f"{path}:2: {field}" in err and err.count("\n") == 1 and not out, (bad, err)
-    assert not seen and {it.name for it in tmp_path.iterdir()} <= {"versus.jsonl", "failed.jsonl"}
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------------
@@ -235,25 +91,6 @@ def test_settings_checkpoint_unless_they_say_that_they_do_not(tmp_path: Path, mo
     monkeypatch.setattr(rivals, "SETTINGS", tmp_path)
     assert read_settings("said").checkpointing
     assert "checkpointing" not in deepspeed_config("said", Recipe()), "DeepSpeed has no such field"
-
-
-def test_the_winner_is_the_shortest_step_of_the_installed_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, monkey = tmp_path / "versus-search.jsonl", {"torch": "2.11.0", "deepspeed": "0.19.8"}
-    monkeypatch.setattr(comparison, "versions", lambda: monkey)
-    with pytest.raises(ValueError, match="run search first"):
-        winner(found)
-    lines = [line("deepspeed", seconds, settings=name) for name, seconds in (("default", 2.6), ("large", 2.4), ("small", 3.0))]
-    found.write_text("\n".join(map(json.dumps, [*lines, line("deepspeed", 0.1, settings="no", error="stopped")])))
-    assert winner(found) == "large"
-    monkey["deepspeed"] = "0.20.0"
-    with pytest.raises(ValueError, match=r"must be a search of DeepSpeed 0\.20\.0, which is installed; it is of 0\.19\.8"):
-        winner(found)
-    found.write_text(json.dumps(line("deepspeed", versions={"torch": "2.11.0"})))
-    with pytest.raises(ValueError, match=r"versus-search\.jsonl: versions: must name DeepSpeed's, got {'torch': '2\.11\.0'}"):
-        winner(found)
-    found.write_text(json.dumps(line("deepspeed", error="stopped")))
-    with pytest.raises(ValueError, match="must hold a setting that ran"):
-        winner(found)
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------------
@@ -595,3 +432,58 @@ def test_without_deepspeed_there_is_one_line_and_exit_code_2(
 def test_an_unknown_row_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--rows", "8b-all-1", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("rows: must be of 7b-all-4096")
+
+
+# ---- bad lines ---------------------------------------------------------------------------------------------------------
+
+
+NAN, VAST = float("nan"), 10**400
+NO_TEXT: list[Any] = [None, 1, True, [], ["x"], {}, {"x": 1}, NAN, "two\nlines", "\ud800"]
+BAD: dict[str, list[Any]] = {
+    "system": [*NO_TEXT, "", "tensorflow"], **dict.fromkeys(("settings", "model", "run", "commit"), NO_TEXT),
+    "checkpointing": [0, "no", [], {}, NAN],
+    "gpu_memory_gib": ["16", True, [16], {}, 0, -1, NAN, math.inf, VAST],
+    "tokens": [None, "4096", True, 0, -1, 4096.0, 0.5, NAN, math.inf, VAST, [4096], {}],
+    "versions": [None, "0.19.8", [], ["0.19.8"], {"deepspeed": 1}, {"deepspeed": []}, {"deepspeed": "a\nb"}, NAN],
+    "machine": [None, "H200", [], NAN],
+    "step_s": [None, "1", True, 0, -1.0, NAN, math.inf, -math.inf, VAST, [1.0], {}],
+    "spread": ["x", 1.0, [], [1.0], [1.0, 1.0, 1.0], ["1", "1"], [None, 1.0], [NAN, NAN], [2.0, 1.0], [0, 2], [1, math.inf], {}],
+    "losses": [None, "x", 12.0, {}, [], ["12"], [None], [[12.0]], [{}], [True], [NAN], [math.inf], [VAST], [-1.0], [0.0]],
+    "gpu_peak_gib": ["x", True, -1, NAN, math.inf, VAST, [], {}],
+    "out_of_memory": [1, True, [], {}], "error": [1, True, ["x"], {"x": 1}, NAN],
+}  # fmt: skip
+"""Values that a field must not have, by the field."""
+ALSO_FAILED = {field: values for field, values in BAD.items() if field not in ("step_s", "spread", "losses", "error")}
+"""Those that a line of a run that failed must not have either."""
+
+
+def of_page(path: Path) -> int:
+    return page.main(["--results", str(path.parent), "--out", str(path.parent)])
+
+
+def of_table(path: Path) -> int:
+    (path.parent / "failed.jsonl").write_text(json.dumps({"row": "7b-all-4096", "error": "stopped"}))
+    return table.main(["--rows", str(path.parent / "failed.jsonl")])
+
+
+def of_compare(path: Path) -> int:
+    return main(["compare", "--search", str(path), "--device", "cpu", "--out", str(path.parent / "out"), "--rows", "3b-all-4096"])
+
+
+@pytest.mark.parametrize("command", [of_page, of_table, of_compare])
+@pytest.mark.parametrize(
+    ("field", "failed"), [*((field, False) for field in BAD), *((field, True) for field in ALSO_FAILED)], ids=str
+)
+def test_a_bad_value_is_refused_in_one_line_that_names_line_and_field(
+    field: str, failed: bool, command: Callable[[Path], int], tmp_path: Path, asked: Callable[[Answers], list[dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    seen, path = asked(lambda it: RAN), tmp_path / "versus.jsonl"
+    monkeypatch.setattr(table, "VERSUS_FILE", path)
+    for bad in BAD[field]:
+        lines = [line("deepspeed", 2.0), line("deepspeed", 2.0) | ({"error": "stopped"} if failed else {}) | {field: bad}]
+        path.write_text("".join(json.dumps(it) + "\n" for it in lines))
+        assert command(path) == 2, bad
+        out, err = capsys.readouterr()
+        assert f"{path}:2: {field}" in err and err.count("\n") == 1 and not out, (bad, err)
+    assert not seen and {it.name for it in tmp_path.iterdir()} <= {"versus.jsonl", "failed.jsonl"}

@@ -7,7 +7,7 @@ them. The engine's own trace says how long each op took, so what is timed is wha
 of memory, after the same ops, bookkeeping included. It stays so whatever the engine does inside.
 
 Two layers on the host; on a GPU as many of eight as fit: its clock falls with the power it draws, and layers, which are most of
-a real step, draw more than the head, which is half of a step of two layers. The clock falls in some 100 ms of work and is back
+a real step, draw more than the head, which is half of a step of two layers. The clock falls within 150 ms of work and is back
 after a pause, so of a GPU's ops those count that come after `SUSTAINED_NS` of work with hardly a pause, as nearly all of a real
 step do; of a kind that has too few of them (in small models, whose steps are short) all.
 

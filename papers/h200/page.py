@@ -268,8 +268,9 @@ def rivals(found: Results) -> str:
             "where the table says so. "
             f"Their time is the median of {MEASURED} steps from the batch on the host to the update's end.",
             "What differs: both rivals run the library's model as it is, neither compiled nor with the loss in tiles; ours are "
-            "compiled layers. They take a step's sequences as one micro-batch, ours may divide them (`plans/`), and recompute "
-            "where activations do not fit. DeepSpeed's `zero.Init` rounds the model's rotary frequencies to BF16, which the "
+            "compiled layers. They take a step's sequences as one micro-batch and recompute where activations do not fit; ours "
+            "may divide them (`plans/`), as it does at 32,768 tokens, which is to its advantage there. DeepSpeed's `zero.Init` "
+            "rounds the model's rotary frequencies to BF16, which the "
             f"others keep in FP32. {_losses_apart(found)}",
             "\n".join(f"- {_verdict(found, run)}" for run in runs if run.system == "megatrain"),
             markdown(_rival(found, run) for run in runs),

@@ -1,4 +1,4 @@
-"""What layers' ops took in the rows' traces: `python -m papers.h200.sustained [rows]`. A GPU's clock falls in some 100 ms of
+"""What layers' ops took in the rows' traces: `python -m papers.h200.sustained [rows]`. A GPU's clock falls within 150 ms of
 work and is back after a pause, so there is a column for each share of the last 150 ms in which the GPU worked. A gradient that
 is added to that of an earlier micro-batch has a line of its own. Medians in ms, and of how many. Exit code 2, with one line,
 for a row without a trace or with one of another schedule than its plan has here."""

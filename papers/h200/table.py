@@ -44,6 +44,7 @@ from megatrain.files.fields import build, short
 from megatrain.files.text import read_text
 from megatrain.model import ModelSpec
 from megatrain.schedule import lower
+from papers.h200.comparison import ratios, read_lines
 from papers.h200.floor import Floor, Rates, floor_s
 from papers.h200.models import QWEN25, qwen
 from papers.h200.records import CALIBRATED
@@ -384,8 +385,6 @@ def _versus(path: Path) -> list[dict[str, Any]]:
     """The ratios of a file of lines, none without it. ValueError, in one line, for lines that cannot be compared."""
     if not path.exists():
         return []
-    from papers.h200.versus import ratios, read_lines  # here, since they need PyTorch
-
     return ratios(read_lines(path))
 
 

@@ -41,7 +41,6 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from papers.h200.comparison import SHARED, System, read_lines, title, versions, which, winner
-from papers.h200.comparison import ratios as ratios  # for those who read the lines
 from papers.h200.models import Device
 from papers.h200.process import answer, in_its_own_process
 from papers.h200.rates import MACHINE_RATES
